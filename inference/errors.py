@@ -1,0 +1,84 @@
+"""Everything that can go wrong between a request and its engine.
+
+    InferenceError
+    |- ModelNotFound          no model, alias or pattern of that name
+    |- ModelBroken            the model is known, but its file or manifest is not usable
+    |- WillNeverFit           larger than any device would be when empty
+    |- NoRoom                 everything that holds the memory may not be evicted
+    |- QueueFull              too many tickets wait already
+    |- QueueTimeout           waited longer than queue.max_wait_s
+    |- LoadFailed             the engine could not be started, or ended before it was ready
+    |- LoadTimeout            the engine did not become ready in time
+    |- EngineDied             the engine ended while it served
+    |- Unloaded               an operator unloaded the model while the request waited
+    |- ShuttingDown           the broker is on its way out
+    |- EngineMissing          no engine program is installed for this model's backend
+    '- IllegalTransition      a slot was asked to make a move its state table forbids (a bug)
+
+`coordinator/errors.py` maps each to an HTTP status and code in one table; a test finds every subclass there.
+Messages are written for the caller, carry numbers, and name the setting to change.
+"""
+
+from __future__ import annotations
+
+
+class InferenceError(Exception):
+    """Base of all errors of this package; the message is fit to be shown to the caller."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+        """Seconds after which asking again may succeed; None when that is not known or pointless."""
+
+
+class ModelNotFound(InferenceError):
+    """No model, alias or pattern of that name."""
+
+
+class ModelBroken(InferenceError):
+    """The model is known, but its file or manifest cannot be used."""
+
+
+class WillNeverFit(InferenceError):
+    """The model is larger than any device would be when empty."""
+
+
+class NoRoom(InferenceError):
+    """Everything that holds the memory may not be evicted."""
+
+
+class QueueFull(InferenceError):
+    """Too many tickets wait already (`queue.max_waiting`)."""
+
+
+class QueueTimeout(InferenceError):
+    """The ticket waited longer than `queue.max_wait_s`."""
+
+
+class LoadFailed(InferenceError):
+    """The engine could not be started, or ended before it was ready."""
+
+
+class LoadTimeout(InferenceError):
+    """The engine did not become ready in time."""
+
+
+class EngineDied(InferenceError):
+    """The engine ended while it served."""
+
+
+class Unloaded(InferenceError):
+    """An operator unloaded the model while the request waited."""
+
+
+class ShuttingDown(InferenceError):
+    """The broker is on its way out."""
+
+
+class EngineMissing(InferenceError):
+    """No engine program is installed for this model's backend."""
+
+
+class IllegalTransition(InferenceError):
+    """A slot was asked to make a move its state table forbids; the message holds the slot's story."""

@@ -1,0 +1,191 @@
+"""What the scheduler is told: facts in the past tense, each with the moment it happened.
+
+Fed by `pool.py` alone. `at_s` is monotonic seconds; the scheduler has no clock of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from inference.errors import InferenceError
+from inference.model import Model
+
+Shares = Mapping[str, int]
+"""Bytes per device id."""
+
+
+class Purpose(StrEnum):
+    """Why a ticket waits."""
+
+    INFER = "infer"
+    """A request that will use the engine."""
+    LOAD = "load"
+    """An operator wants the model loaded; served the moment the model is ready."""
+    PEEK = "peek"
+    """Tokenize and the like: may load into free room, evicts nobody, does not extend warmth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One waiting request."""
+
+    id: str
+    """Unique in this process."""
+    model_id: str
+    """Which model it wants."""
+    priority: int
+    """Its class, 0-1000; lower is more important."""
+    submitted_at_s: float
+    """When it joined the queue, monotonic."""
+    client_id: str | None = None
+    """Who asks, as far as they said."""
+    stay_warm_s: float | None = None
+    """Seconds the model shall stay loaded after this request; None: the model's own."""
+    purpose: Purpose = Purpose.INFER
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRoom:
+    """What the pool may use of one device, before its own slots are counted."""
+
+    id: str
+    total_bytes: int
+    """Physical size."""
+    reserve_bytes: int
+    """The owner's share that nobody may take."""
+    others_bytes: int
+    """Held by other leases, by programs without one, or not yet returned."""
+    accelerator: bool
+    """False for host memory, which is used only where no accelerator is configured."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What slots could have if the device were otherwise empty."""
+        return self.total_bytes - self.reserve_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A ticket joined the queue."""
+
+    at_s: float
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """A waiting ticket's caller went away."""
+
+    at_s: float
+    ticket_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A granted ticket is done with its engine, however it ended."""
+
+    at_s: float
+    ticket_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGranted:
+    """A starting slot got its memory."""
+
+    at_s: float
+    model_id: str
+    shares: Shares
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost:
+    """A slot's lease is gone although its engine may run; the slot is being stopped."""
+
+    at_s: float
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReady:
+    """A slot's engine answers."""
+
+    at_s: float
+    model_id: str
+    load_s: float
+    """Seconds from the granted lease to the first answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFailed:
+    """A slot's engine ended by itself or never became ready; its memory is free again."""
+
+    at_s: float
+    model_id: str
+    error: InferenceError
+    was_ready: bool
+    """True when it had been serving: waiting tickets are then worth another load."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGone:
+    """A stopped slot's processes are dead and its lease is released."""
+
+    at_s: float
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadWanted:
+    """An operator wants a model out of memory."""
+
+    at_s: float
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesRead:
+    """New figures for the devices."""
+
+    at_s: float
+    devices: tuple[DeviceRoom, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsChanged:
+    """The set of known models, or what is known of them, changed."""
+
+    at_s: float
+    models: Mapping[str, Model]
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownBegan:
+    """The broker is on its way out: refuse who waits, drain who runs."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+    at_s: float
+
+
+Event = (
+    Arrived
+    | Abandoned
+    | Served
+    | LeaseGranted
+    | LeaseLost
+    | SlotReady
+    | SlotFailed
+    | SlotGone
+    | UnloadWanted
+    | DevicesRead
+    | ModelsChanged
+    | ShutdownBegan
+    | Tick
+)

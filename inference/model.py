@@ -1,0 +1,80 @@
+"""A model as the rest of the program sees it: one frozen value, resolved from manifest, file header and defaults.
+
+Made by `registry.py`; read by the scheduler (what it needs), the backends (how to start it) and the API (what to show).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+
+class Category(StrEnum):
+    """What a model is for; decides its endpoints and how long it stays warm."""
+
+    LLM = "llm"
+    """Chat and completions."""
+    EMBEDDING = "embedding"
+    """Vectors for texts."""
+    RERANK = "rerank"
+    """Scores for pairs of texts."""
+    VISION = "vision"
+    """Chat with images (a GGUF with its mmproj)."""
+
+
+STAY_WARM_S: Mapping[Category, float] = {
+    Category.LLM: 300.0,
+    Category.EMBEDDING: 300.0,
+    Category.RERANK: 300.0,
+    Category.VISION: 60.0,
+}
+"""Seconds a model stays loaded after its last request, where neither request nor manifest says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One servable (or broken, see `problem`) model."""
+
+    id: str
+    """The name callers use; also what responses carry as `model`."""
+    category: Category
+    backend: str
+    """A key of `backends.REGISTRY`."""
+    path: Path
+    """The model file (of a split GGUF: its first part)."""
+    claim_bytes: int
+    """Device memory its lease claims."""
+    claim_basis: str
+    """Where `claim_bytes` comes from, in words with numbers."""
+    file_bytes: int
+    """Size of the file, all parts of a split one together."""
+    context: int
+    """Tokens one request may use, prompt and answer together."""
+    parallel: int = 1
+    """Requests the engine serves at once."""
+    stay_warm_s: float = STAY_WARM_S[Category.LLM]
+    """Seconds it stays loaded after its last request."""
+    pin: bool = False
+    """Never evicted, and loaded at start."""
+    preload: bool = False
+    """Loaded at start and whenever there is free room; may be evicted."""
+    aliases: tuple[str, ...] = ()
+    """Other names; may be globs such as `gpt-*`."""
+    mmproj: Path | None = None
+    """Vision projector that belongs to the model."""
+    gpu_layers: int | None = None
+    """Layers to keep on the accelerator; None means all."""
+    chat_template: str | None = None
+    """A template that replaces the file's own: text, or a path."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """The backend's own typed options."""
+    extra_args: tuple[str, ...] = ()
+    """Further arguments for the engine, from the manifest alone."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Further environment for the engine, from the manifest alone."""
+    source: str = ""
+    """Where the model was found: a manifest's path, or the folder that was scanned."""
+    problem: str | None = None
+    """Why the model cannot be served, in words for its owner; None when it can."""

@@ -1,0 +1,40 @@
+"""Fixtures every tier shares."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def tmp_dir() -> Iterator[Path]:
+    """A directory with a path short enough for unix sockets; removed afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="mb-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def llama_server() -> Path:
+    """The real engine; a run without it fails rather than skips, for it is what the project is about."""
+    named = os.environ.get("MODEL_BOSS_LLAMA_SERVER")
+    if named:
+        return Path(named)
+    from inference.engines import find_llama_server
+
+    found = find_llama_server()
+    assert found is not None, "no llama-server: run `make setup`, or set MODEL_BOSS_LLAMA_SERVER"
+    return found
+
+
+@pytest.fixture(scope="session")
+def demo_models() -> Path:
+    """The directory of the project's own demo models."""
+    return ROOT / "demo" / "models"
