@@ -1,0 +1,33 @@
+"""Priority classes: names for the integers by which waiters and victims are ordered.
+
+Called by every front end that takes a priority from a person. A lower number is more important.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+CLASSES: Mapping[str, int] = MappingProxyType({"urgent": 1, "high": 5, "normal": 10, "low": 20, "batch": 50})
+"""The named classes, most important first."""
+NORMAL = CLASSES["normal"]
+LEAST_IMPORTANT = 1000
+
+_HELP = f"one of {', '.join(f'{name} ({number})' for name, number in CLASSES.items())}, or a whole number 0-1000"
+
+
+def parse_priority(value: str | int) -> int:
+    """The priority as a number: a class name, or 0 (most important) to 1000; ValueError says what is allowed."""
+    if isinstance(value, bool):
+        raise ValueError(f"priority {value!r} is not {_HELP}")
+    text = str(value).strip().lower()
+    if text in CLASSES:
+        return CLASSES[text]
+    if not (text.isascii() and text.isdigit() and len(text) <= 4 and int(text) <= LEAST_IMPORTANT):
+        raise ValueError(f"priority {value!r} is not {_HELP}; a lower number is more important")
+    return int(text)
+
+
+def name_of(priority: int) -> str:
+    """The class's name where the number has one, else the number as text: what `parse_priority` takes back."""
+    return next((name for name, number in CLASSES.items() if number == priority), str(priority))
