@@ -1,0 +1,57 @@
+"""What one planning pass looks at more than once: the free room, and who could be evicted. Made only when asked for.
+
+Made by `plan.py` for each pass, used by `plan.py` and `overtaking.py`; reads the board, calls `eviction.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from inference.board import Board
+from inference.eviction import UNWANTED, Activity, Candidate
+from inference.placement import Rooms
+from inference.slot_state import SlotState
+from inference.slot_view import SlotRecord
+
+
+class Sight:
+    """The board's room and candidates during one pass; the pass keeps them up to date with what it decides."""
+
+    __slots__ = ("_board", "_candidates", "_rooms")
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._rooms: Rooms | None = None
+        self._candidates: list[Candidate] | None = None
+
+    @property
+    def rooms(self) -> Rooms:
+        """Free bytes by device, less what this pass has given away."""
+        if self._rooms is None:
+            self._rooms = self._board.rooms()
+        return self._rooms
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """Every slot that is not pinned and not leaving already, in the order they would have to go."""
+        if self._candidates is None:
+            found = [self._candidate(slot) for slot in self._board.slots.values() if not slot.model.pin]
+            self._candidates = sorted((one for one in found if one is not None), key=lambda one: one.rank)
+        return self._candidates
+
+    def forget_candidates(self) -> None:
+        """A grant or a start has changed them."""
+        self._candidates = None
+
+    def _candidate(self, slot: SlotRecord) -> Candidate | None:
+        board = self._board
+        if slot.state is SlotState.READY:
+            activity = Activity.BUSY if slot.in_flight else Activity.IDLE
+            priority, cost = board.priority_of(slot), slot.cost_at(board.now_s)
+        elif slot.state is not SlotState.LOADING:
+            return None
+        elif board.line.wants(slot.model.id):
+            activity, priority, cost = Activity.LOADING, board.priority_of(slot), math.inf
+        else:
+            activity, priority, cost = Activity.UNWANTED, UNWANTED, 0.0
+        return Candidate(slot.model.id, slot.shares, priority, activity, cost)
