@@ -1,0 +1,138 @@
+"""Where it goes: which devices a model's memory is claimed on, and how many bytes on each.
+
+Called by `plan.py` and `eviction.py`; calls nothing. All sizes are bytes.
+
+1. Whole on one accelerator. Of those with room, the one with the least: big holes stay for big models.
+2. Over several accelerators, the fewest that hold it: those with most room, shares in proportion to it, in index order,
+   each keeping `MARGIN_BYTES` free for what a split model's engine needs beyond its share.
+3. Host memory counts only where no accelerator is configured, and is never split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from inference.events import DeviceRoom, Shares
+
+MARGIN_BYTES = 512 * 1024 * 1024
+"""What stays unclaimed on every device of a split model."""
+
+
+class HasShares(Protocol):
+    """Anything that holds memory."""
+
+    @property
+    def shares(self) -> Shares:
+        """Bytes by device."""
+
+
+def usable(devices: Sequence[DeviceRoom]) -> tuple[DeviceRoom, ...]:
+    """The devices models may be put on: the accelerators, or where there is none, host memory."""
+    accelerators = tuple(device for device in devices if device.accelerator)
+    return accelerators or tuple(devices)
+
+
+def largest(devices: Sequence[DeviceRoom]) -> int:
+    """Bytes of the largest model that the (usable) devices could hold if they were empty."""
+    rooms = {device.id: device.capacity_bytes for device in devices}
+    split = _spread(rooms.values()) if _may_split(devices) else 0
+    return max(split, *rooms.values(), 0)
+
+
+def place(need: int, rooms: Mapping[str, int], *, may_split: bool) -> tuple[Shares, ...]:
+    """The ways to put `need` bytes into `rooms` (free bytes by device, in index order), best first; () when none."""
+    whole = sorted((room, index, device) for index, (device, room) in enumerate(rooms.items()) if room >= need)
+    if whole:
+        return tuple({device: need} for _, _, device in whole)
+    if may_split and _spread(rooms.values()) >= need:
+        return (_split(need, rooms),)
+    return ()
+
+
+def fits(need: int, rooms: Mapping[str, int], *, may_split: bool) -> bool:
+    """Would `place` find a way?"""
+    return max(rooms.values(), default=-1) >= need or (may_split and _spread(rooms.values()) >= need)
+
+
+def once_gone(rooms: Mapping[str, int], victims: Iterable[HasShares]) -> dict[str, int]:
+    """Free bytes by device once these are gone too."""
+    after = dict(rooms)
+    for victim in victims:
+        for device, size in victim.shares.items():
+            if device in after:
+                after[device] += size
+    return after
+
+
+def _spread(rooms: Iterable[int]) -> int:
+    """Bytes that several devices could hold together."""
+    return sum(room - MARGIN_BYTES for room in rooms if room > MARGIN_BYTES)
+
+
+def _split(need: int, rooms: Mapping[str, int]) -> Shares:
+    by_room = sorted(rooms, key=lambda device: -rooms[device])
+    chosen: dict[str, int] = {}
+    for device in by_room:
+        chosen[device] = rooms[device] - MARGIN_BYTES
+        if sum(chosen.values()) >= need:
+            break
+    held = sum(chosen.values())
+    shares = {device: need * chosen[device] // held for device in rooms if device in chosen}
+    # Rounding left less than one byte per device; where anything is left, every share is below its device's room.
+    for device in list(shares)[: need - sum(shares.values())]:
+        shares[device] += 1
+    return shares
+
+
+def _may_split(devices: Sequence[DeviceRoom]) -> bool:
+    return len(devices) > 1 and devices[0].accelerator
+
+
+class Rooms:
+    """Free bytes of every usable device while one plan is made: starts take from it, victims give to it."""
+
+    __slots__ = ("_coming", "_free", "_kept", "may_split")
+
+    def __init__(self, devices: Sequence[DeviceRoom]) -> None:
+        """`devices` are the usable ones, empty of slots."""
+        self._free = {device.id: device.capacity_bytes - device.others_bytes for device in devices}
+        self._coming = dict.fromkeys(self._free, 0)
+        self._kept = dict.fromkeys(self._free, 0)
+        self.may_split = _may_split(devices)
+
+    def take(self, shares: Shares) -> None:
+        """Somebody claims these bytes."""
+        for device, size in shares.items():
+            if device in self._free:
+                self._free[device] -= size
+
+    def expect(self, shares: Shares) -> None:
+        """These claimed bytes are on their way back: their slot is leaving."""
+        for device, size in shares.items():
+            if device in self._coming:
+                self._coming[device] += size
+
+    def keep(self, shares: Shares) -> None:
+        """Nobody else may claim these bytes: the turn of one who has waited long enough comes next."""
+        self.take(shares)
+        for device, size in shares.items():
+            if device in self._kept:
+                self._kept[device] += size
+
+    def total(self, *, kept: bool = False) -> dict[str, int]:
+        """Free bytes by device once everything that leaves is gone; negative where claims wait for more than that.
+
+        With `kept`, the room that is kept for somebody is counted as free.
+        """
+        coming = self._coming
+        rooms = {device: room + coming[device] for device, room in self._free.items()}
+        return {device: room + self._kept[device] for device, room in rooms.items()} if kept else rooms
+
+    def place(self, need: int) -> tuple[Shares, ...]:
+        """The ways to put `need` bytes into what is free now, else into what will be free; () when none."""
+        return place(need, self._free, may_split=self.may_split) or place(need, self.total(), may_split=self.may_split)
+
+    def overdrawn(self, shares: Shares) -> bool:
+        """Is more claimed on one of these devices than it will have free?"""
+        return any(self._free[device] + self._coming[device] < 0 for device in shares if device in self._free)

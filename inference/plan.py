@@ -1,0 +1,217 @@
+"""One pass of decisions over the whole state: grants, loads and evictions that are right now.
+
+Called by `scheduler.py` after every event; calls `queue.py` (who is next), `placement.py` (where it goes),
+`eviction.py` (who must go) and `overtaking.py` (who was passed long enough); decides through the moves of `board.py`.
+Looks only at the heads of the models' queues. A second pass decides nothing.
+
+1. Overdue claims hold their rivals.
+2. Heads in order: class, models that are ready before those that are not, submission.
+3. A ready model's tickets are granted, up to `parallel` at a time; those that only wanted it loaded, all.
+4. A model that is not loaded is started if it fits into what is free or is becoming free,
+5. else if a set of victims makes room: the start comes first, for it queues the lease; then the victims drain;
+6. else it waits, and lays claim to its rivals. Later heads may use the room it waits for until the claim is overdue.
+7. It is refused if it can never fit, or only pinned models stand in its way, or it may not evict and nothing is free.
+8. A load whose lease waits for room that somebody else took is given up after `SHORT_S`, the least important first:
+   it would keep everybody from what room is left. Its tickets wait on, and may go elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+
+from inference import refusals
+from inference.board import Board
+from inference.claim import Claim
+from inference.errors import InferenceError
+from inference.events import Purpose, Shares
+from inference.eviction import Activity, Candidate, choose
+from inference.model import Model
+from inference.overtaking import Overtaking
+from inference.placement import fits, once_gone, place
+from inference.queue import Aged, Entry
+from inference.sight import Sight
+from inference.slot_state import HOLDS_MEMORY, LEAVING, SlotState
+from inference.slot_view import SlotRecord
+
+SHORT_S = 5.0
+"""Seconds a queued load may be short of room before it is given up; readings of a stopping engine lag that long."""
+
+_Head = tuple[int, bool, float, int, Entry]
+"""Class, not ready, submission, sequence, ticket: sorts as case 2 says."""
+
+
+class Plan:
+    """One pass; `run` it once."""
+
+    __slots__ = ("_aged", "_board", "_forlorn_bytes", "_hopeless_bytes", "_overtaking", "_sight", "again", "blocked")
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._sight = Sight(board)
+        self._overtaking = Overtaking(board, self._sight)
+        self._aged: Aged = {}
+        self._hopeless_bytes: float = math.inf
+        """The least that found no victims: heads come by falling importance, so none after it finds any for as much."""
+        self._forlorn_bytes: float = math.inf
+        """The least that found no rivals, likewise."""
+        self.blocked = False
+        """Does somebody wait for room?"""
+        self.again = False
+        """Has something been decided that may change what is right for an earlier head? Then another pass is due."""
+
+    def run(self) -> None:
+        """Decide."""
+        board = self._board
+        if not len(board.line):
+            return
+        self._aged = board.line.aged(board.now_s)
+        heads = self._heads()
+        if board.claims:
+            self._overtaking.hold_rivals()
+        heads.sort()
+        for head in heads:
+            entry = head[-1]
+            slot = board.slots.get(entry.ticket.model_id)
+            if slot is None or slot.state not in HOLDS_MEMORY:
+                self._load(entry)
+            elif slot.state is SlotState.READY:
+                self._serve(slot)
+        for head in reversed(heads):
+            slot = board.slots.get(head[-1].ticket.model_id)
+            if slot is not None and slot.state is SlotState.LOADING and not slot.leased:
+                self._give_up_if_short(slot)
+        self.again = self.again or self._overtaking.unsettled
+
+    def _heads(self) -> list[_Head]:
+        """The tickets for whom something may be done now: of each model the first."""
+        board, line = self._board, self._board.line
+        heads: list[_Head] = []
+        for model_id in list(line.models()):
+            slot = board.slots.get(model_id)
+            if slot is not None and slot.state is SlotState.READY:
+                for load in line.loads(model_id, self._aged):
+                    board.grant(slot, load)
+                entry = line.next_for_ready(model_id, self._aged)
+                if entry is not None and len(slot.in_flight) < slot.model.parallel:
+                    heads.append((entry.priority, False, entry.submitted_at_s, entry.seq, entry))
+            elif self._servable(model_id) and (slot is None or not slot.settled):
+                entry = line.leader(model_id, self._aged)
+                if (claim := board.claims.get(model_id)) is not None:
+                    claim.lead(entry, line)
+                heads.append((entry.priority, True, entry.submitted_at_s, entry.seq, entry))
+        return heads
+
+    def _servable(self, model_id: str) -> bool:
+        """Refuses everybody who waits for a model that does not exist or cannot be loaded."""
+        model = self._board.models.get(model_id)
+        if model is None:
+            self._refuse_all(model_id, refusals.not_found(model_id))
+        elif model.problem is not None:
+            self._refuse_all(model_id, refusals.broken(model))
+        else:
+            return True
+        return False
+
+    def _refuse_all(self, model_id: str, error: InferenceError) -> None:
+        for entry in self._board.line.waiting_for(model_id):
+            self._board.refuse(entry, error)
+        self.again = True
+
+    # -- case 3: ready models -------------------------------------------------------------------------------------
+
+    def _serve(self, slot: SlotRecord) -> None:
+        board = self._board
+        while len(slot.in_flight) < slot.model.parallel:
+            entry = board.line.next_for_ready(slot.model.id, self._aged)
+            if entry is None or self._overtaking.forbids(slot, entry):
+                return
+            board.grant(slot, entry)
+            self._sight.forget_candidates()
+            if board.claims:
+                self._overtaking.granted(slot, entry)
+
+    # -- cases 4 to 7: models that are not loaded -------------------------------------------------------------------
+
+    def _load(self, entry: Entry) -> None:
+        board = self._board
+        if not board.usable:
+            self.blocked = True
+            return
+        model, rooms = board.models[entry.ticket.model_id], self._sight.rooms
+        if model.claim_bytes > board.largest_bytes:
+            self._refuse_all(model.id, refusals.never_fits(board, model))
+        elif ways := rooms.place(model.claim_bytes):
+            self._start(model, ways, entry, ())
+        elif entry.ticket.purpose is Purpose.PEEK:
+            self._refuse_all(model.id, refusals.no_free_room(board, model))
+        elif victims := self._victims(model.claim_bytes, entry.priority):
+            ways = place(model.claim_bytes, once_gone(rooms.total(), victims), may_split=rooms.may_split)
+            self._start(model, ways[:1], entry, victims)
+        elif self._only_pins_stand_in_the_way(model.claim_bytes):
+            self._refuse_all(model.id, refusals.all_pinned(board, model))
+        else:
+            self._wait(model, entry)
+
+    def _victims(self, need: int, priority: int) -> tuple[Candidate, ...]:
+        if need >= self._hopeless_bytes:
+            return ()
+        rooms = self._sight.rooms
+        willing = [candidate for candidate in self._sight.candidates if candidate.yields_to(priority)]
+        victims = choose(need, rooms.total(), willing, may_split=rooms.may_split)
+        if victims is None:
+            self._hopeless_bytes = need
+        return victims or ()
+
+    def _start(self, model: Model, ways: tuple[Shares, ...], entry: Entry, victims: tuple[Candidate, ...]) -> None:
+        board, rooms = self._board, self._sight.rooms
+        board.start(model, ways, entry.priority)
+        rooms.take(ways[0])
+        for victim in victims:
+            slot = board.slots[victim.model_id]
+            rooms.expect(slot.shares)
+            unwanted = ", and nobody waits for it any more" if victim.activity is Activity.UNWANTED else ""
+            reason = f"makes room for '{model.id}' (class {entry.priority}){unwanted}"
+            board.remove(slot, reason, beneficiary=model.id)
+        self._sight.forget_candidates()
+        self.again = True
+
+    def _only_pins_stand_in_the_way(self, need: int) -> bool:
+        """Would it fit if the devices held nothing but the pinned models? Other programs may leave, those do not."""
+        board = self._board
+        pinned = [slot for slot in board.holders() if slot.model.pin and slot.state not in LEAVING]
+        if not pinned:
+            return False
+        rooms = {device.id: device.capacity_bytes for device in board.usable}
+        for slot in pinned:
+            for device, size in slot.shares.items():
+                if device in rooms:
+                    rooms[device] -= size
+        return not fits(need, rooms, may_split=self._sight.rooms.may_split)
+
+    def _wait(self, model: Model, entry: Entry) -> None:
+        board = self._board
+        self.blocked = True
+        claim = board.claims.get(model.id)
+        if claim is None:
+            claim = board.claims[model.id] = Claim(model.id, entry, entry.ticket.id)
+        if not self._overtaking.stands(claim):
+            hopeful = model.claim_bytes < self._forlorn_bytes
+            if (hopeful or claim.version != board.version) and not self._overtaking.find_rivals(claim, search=hopeful):
+                self._forlorn_bytes = min(self._forlorn_bytes, model.claim_bytes)
+        if claim.shares is not None and self._overtaking.overdue(claim):
+            self._sight.rooms.keep(claim.shares)
+
+    # -- case 8: loads whose lease does not come --------------------------------------------------------------------
+
+    def _give_up_if_short(self, slot: SlotRecord) -> None:
+        board, rooms = self._board, self._sight.rooms
+        if not rooms.overdrawn(slot.shares):
+            slot.short_since_s = None
+            return
+        self.blocked = True
+        if slot.short_since_s is None:
+            slot.short_since_s = board.now_s
+        elif board.now_s - slot.short_since_s >= SHORT_S:
+            board.stop(slot, "the room its lease waits for was taken; it waits for its turn again")
+            rooms.expect(slot.shares)
+            self.again = True

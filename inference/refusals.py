@@ -1,0 +1,120 @@
+"""The errors the scheduler refuses tickets with: sentences for the caller, with numbers and the setting to change.
+
+Called by `scheduler.py` and `plan.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gpuboss.units import format_bytes
+from inference import errors
+from inference.board import Board
+from inference.model import Model
+from inference.placement import MARGIN_BYTES, largest
+from inference.queue import Entry
+
+_NAMED = 4
+"""Devices and models a message names; of the others it says how many."""
+
+
+def not_found(model_id: str) -> errors.ModelNotFound:
+    """The model left the registry while the ticket waited."""
+    return errors.ModelNotFound(f"model '{model_id}' is not, or no longer, among the known models")
+
+
+def broken(model: Model) -> errors.ModelBroken:
+    """The model's file or manifest cannot be used."""
+    return errors.ModelBroken(f"model '{model.id}' cannot be served: {model.problem}")
+
+
+def never_fits(board: Board, model: Model) -> errors.WillNeverFit:
+    """Larger than the devices are when empty."""
+    several = len(board.usable) > 1 and board.usable[0].accelerator
+    where = f"{len(board.usable)} devices together" if several else f"'{board.usable[0].id}'"
+    devices = _some(
+        f"{device.id} {format_bytes(device.capacity_bytes)} ({format_bytes(device.total_bytes)} less "
+        f"{format_bytes(device.reserve_bytes)} reserve)"
+        for device in board.usable
+    )
+    margin = f", of each {format_bytes(MARGIN_BYTES)} left free for a model over several" if several else ""
+    return errors.WillNeverFit(
+        f"model '{model.id}' needs {format_bytes(model.claim_bytes)} ({model.claim_basis}), but {where} can hold "
+        f"at most {format_bytes(largest(board.usable))} when empty: {devices}{margin}. "
+        "Set a smaller `vram` in the model's manifest if the estimate is too large, use a smaller model or context, "
+        "or change `devices` or `reserve` in model-boss.yaml"
+    )
+
+
+def all_pinned(board: Board, model: Model) -> errors.NoRoom:
+    """What holds the room is pinned."""
+    pinned = _some(
+        f"'{slot.model.id}' {format_bytes(sum(slot.shares.values()))}" for slot in board.holders() if slot.model.pin
+    )
+    return errors.NoRoom(
+        f"model '{model.id}' needs {format_bytes(model.claim_bytes)}, and the room it needs is held by pinned models, "
+        f"which are never evicted: {pinned}; of {_room_text(board)}. "
+        "Remove `pin` from a model's manifest, or unload one"
+    )
+
+
+def no_free_room(board: Board, model: Model) -> errors.NoRoom:
+    """A ticket that may not evict anybody found no free room."""
+    return errors.NoRoom(
+        f"model '{model.id}' is not loaded and needs {format_bytes(model.claim_bytes)}, but there is "
+        f"{_room_text(board)}; this kind of request never evicts another model. "
+        "Send an inference request, or load the model first",
+        retry_after_s=board.pace_s(len(board.line) + 1),
+    )
+
+
+def queue_full(board: Board) -> errors.QueueFull:
+    """Too many tickets wait."""
+    return errors.QueueFull(
+        f"{len(board.line)} requests are waiting and at most {board.limits.max_waiting} may (`queue.max_waiting` in "
+        "model-boss.yaml)",
+        retry_after_s=board.pace_s(1),
+    )
+
+
+def queue_timeout(board: Board, entry: Entry) -> errors.QueueTimeout:
+    """The ticket waited too long."""
+    ticket = entry.ticket
+    position, waiting = board.line.position(ticket.id)
+    slot = board.slots.get(ticket.model_id)
+    model = board.models.get(ticket.model_id)
+    need = f", which needs {format_bytes(model.claim_bytes)}" if model is not None else ""
+    return errors.QueueTimeout(
+        f"waited {board.now_s - ticket.submitted_at_s:.0f} s for model '{ticket.model_id}'{need} and was number "
+        f"{position} of {waiting} in the queue; its slot is {slot.state if slot else 'idle'} with "
+        f"{len(slot.in_flight) if slot else 0} in flight; there is {_room_text(board)}. The limit is "
+        f"{board.limits.max_wait_s:g} s (`queue.max_wait_s` in model-boss.yaml)",
+        retry_after_s=board.pace_s(position),
+    )
+
+
+def unloaded(model_id: str) -> errors.Unloaded:
+    """An operator took the model out."""
+    return errors.Unloaded(f"model '{model_id}' was unloaded by an operator while the request waited for it")
+
+
+def shutting_down() -> errors.ShuttingDown:
+    """Nothing is started any more."""
+    return errors.ShuttingDown("the broker is shutting down and takes no more requests")
+
+
+def _room_text(board: Board) -> str:
+    rooms = board.rooms().total()
+    if not rooms:
+        return "no device known yet"
+    return _some(
+        f"{format_bytes(max(0, rooms[device.id]))} of {format_bytes(device.capacity_bytes)} free on {device.id}"
+        for device in board.usable
+    )
+
+
+def _some(texts: Iterable[str]) -> str:
+    every: Sequence[str] = list(texts)
+    if len(every) <= _NAMED:
+        return ", ".join(every)
+    return f"{', '.join(every[:_NAMED])} and {len(every) - _NAMED} more"

@@ -1,0 +1,97 @@
+"""The scheduler's own picture of one slot, and the frozen copy of it for people.
+
+`SlotRecord` is written by `board.py` alone; `slot.py` holds the truth and reports it as events. `SlotView` is what
+`Scheduler.slot_view` hands out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from gpuboss.priority import LEAST_IMPORTANT
+from inference.events import Shares
+from inference.model import Model
+from inference.queue import Entry, fallen
+from inference.slot_state import LEAVING, SlotState
+
+_SHORTEST_IDLE_S = 0.001
+"""Keeps the cost of a slot that became idle this moment finite."""
+
+
+@dataclass(slots=True, eq=False)
+class SlotRecord:
+    """What the scheduler knows of one model's slot. Outlives the load: the times of the last one stay."""
+
+    model: Model
+    """As it was when the slot was started: a changed manifest applies to the next load."""
+    state: SlotState = SlotState.IDLE
+    shares: Shares = field(default_factory=dict)
+    """Bytes by device that count as taken: the first option until the lease says otherwise."""
+    leased: bool = False
+    """Has the lease been granted?"""
+    in_flight: dict[str, Entry] = field(default_factory=dict)
+    """Granted tickets by id, with the class they had risen to at their grant."""
+    taken: int = 0
+    """Tickets granted since the slot became ready."""
+    priority: int = LEAST_IMPORTANT
+    """Class of its last work; until there was any, of the ticket it was loaded for."""
+    idle_since_s: float = 0.0
+    """When that work ended, or the load."""
+    ready_at_s: float | None = None
+    last_used_s: float | None = None
+    last_load_s: float | None = None
+    """Seconds its last load took."""
+    warm_until_s: float = -math.inf
+    """When an idle slot has stayed loaded long enough."""
+    beneficiary: str | None = None
+    """The model it is leaving for."""
+    short_since_s: float | None = None
+    """While its lease is queued: since when the room it waits for is claimed by more than fits."""
+    crashes: int = 0
+    """Deaths while ready, without a served ticket in between."""
+    stays_out: bool = False
+    """Not loaded again without a request: its load failed, or an operator unloaded it."""
+
+    @property
+    def settled(self) -> bool:
+        """Is there nothing to decide for those who wait: is it loading with its lease, or leaving?"""
+        return self.leased or self.state in LEAVING or self.state is SlotState.WEDGED
+
+    def priority_at(self, now_s: float, aging_s: float) -> int:
+        """The class it defends itself with: the best of its work in flight and its last work, that fallen with time.
+
+        The last work counts beside that in flight, or an idle slot would lose its protection by taking a lesser ticket.
+        """
+        if self.state is SlotState.LOADING:
+            return self.priority
+        last = fallen(self.priority, int((now_s - self.idle_since_s) / aging_s))
+        return min(last, *(entry.priority for entry in self.in_flight.values())) if self.in_flight else last
+
+    def cost_at(self, now_s: float) -> float:
+        """Seconds to load it again per second it has been idle."""
+        idle_s = 0.0 if self.in_flight else now_s - self.idle_since_s
+        return (self.last_load_s or 0.0) / max(idle_s, _SHORTEST_IDLE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """One slot, for people."""
+
+    model_id: str
+    state: SlotState
+    shares: Shares
+    """Claimed bytes by device; empty when nothing is."""
+    in_flight: int
+    waiting: int
+    """Tickets that wait for this model."""
+    priority: int | None
+    """The class it defends itself with; None while it is not ready."""
+    ready_at_s: float | None
+    """Monotonic; None when it never was."""
+    last_used_s: float | None
+    last_load_s: float | None
+    warm_until_s: float | None
+    """When it leaves if it stays idle, monotonic; None when it does not leave by itself, or is not ready."""
+    beneficiary: str | None
+    """The model it makes room for."""
