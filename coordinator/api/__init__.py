@@ -1,0 +1,1 @@
+"""The endpoints, one module per family; `app.py` puts them together."""

@@ -1,0 +1,131 @@
+"""The way back: an engine's answer to the caller, and what a stream is told while it waits.
+
+Called by `api/infer.py` and `api/passthrough.py`. Chunks are passed on as they come and never looked into.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from coordinator import errors
+from coordinator.exchange import JSON_HEADER, Answer, Exchange, Headers
+from inference.admission import Admission, Grant, Progress
+from inference.errors import InferenceError
+from inference.proxy import EngineResponse
+from inference.slot_state import SlotState
+
+COMMENT_EVERY_S = 1.0
+"""A stream that waits this long gets its headers and a comment, then another each time it passes."""
+
+_EVENT_STREAM = b"text/event-stream"
+_STREAM_HEADERS: Headers = [
+    (b"content-type", _EVENT_STREAM),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the events otherwise
+]
+
+
+async def wait_with_comments(exchange: Exchange, admission: Admission) -> Grant:
+    """Wait for the grant; after a second the stream begins and comments say where it stands.
+
+    Raises:
+        InferenceError: the ticket was refused.
+    """
+    while True:
+        try:
+            async with asyncio.timeout(COMMENT_EVERY_S):
+                return await admission.granted()
+        except TimeoutError:
+            pass
+        if exchange.answer is Answer.NONE:
+            model = (b"x-boss-model", admission.ticket.model_id.encode())
+            await exchange.begin(200, [(b"x-request-id", exchange.request_id), model, *_STREAM_HEADERS], events=True)
+        await exchange.write(comment(admission.progress()))
+
+
+def comment(progress: Progress) -> bytes:
+    """`: queued 3 of 7`, `: loading 40%`: readers of server-sent events skip it, people and proxies see life."""
+    if progress.state is SlotState.LOADING:
+        if progress.load_fraction is None:
+            return b": loading\n\n"
+        return b": loading %d%%\n\n" % int(progress.load_fraction * 100)
+    return b": queued %d of %d\n\n" % (progress.position, progress.waiting)
+
+
+def boss_headers(request_id: bytes, grant: Grant, sent_s: float) -> Headers:
+    """What every answer from an engine carries; `sent_s` is when the engine was asked, monotonic."""
+    queue_ms, load_ms = grant.queue_s * 1000, grant.load_s * 1000
+    engine_ms = (time.monotonic() - sent_s) * 1000
+    return [
+        (b"x-request-id", request_id),
+        (b"x-boss-model", grant.model.id.encode()),
+        (b"x-boss-slot", grant.slot_id.encode()),
+        (b"x-boss-node", grant.node.encode()),
+        (b"x-boss-queue-ms", b"%d" % queue_ms),
+        (b"x-boss-load-ms", b"%d" % load_ms),
+        (b"server-timing", b"queue;dur=%.1f, load;dur=%.1f, engine;dur=%.1f" % (queue_ms, load_ms, engine_ms)),
+    ]
+
+
+async def relay(exchange: Exchange, response: EngineResponse, boss: Headers) -> None:
+    """Pass an inference answer on: events as they come, anything else whole.
+
+    Raises:
+        inference.errors.EngineDied: before or in the middle of the answer.
+    """
+    kind = content_type(response)
+    if response.status == 200 and kind.startswith(_EVENT_STREAM):
+        await _relay_events(exchange, response, boss)
+        return
+    body = await response.read()
+    if response.status >= 400:
+        body = errors.from_engine(response.status, body)
+    if exchange.answer is Answer.EVENTS:  # the headers left while the ticket waited
+        await exchange.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n")
+        return
+    await exchange.reply(response.status, [*boss, (b"content-type", kind)], body)
+
+
+async def relay_raw(exchange: Exchange, response: EngineResponse, boss: Headers) -> None:
+    """Pass any answer on with its own headers, in pieces.
+
+    Raises:
+        inference.errors.EngineDied: before or in the middle of the answer.
+    """
+    kind = content_type(response)
+    if kind.startswith(_EVENT_STREAM):
+        await _relay_events(exchange, response, boss)
+        return
+    await exchange.begin(response.status, [*boss, *response.headers])
+    async for chunk in response:
+        await exchange.write(chunk)
+    await exchange.end()
+
+
+async def _relay_events(exchange: Exchange, response: EngineResponse, boss: Headers) -> None:
+    """Headers wait for the first chunk, so that an engine that dies before it is still a proper error."""
+    chunk = b"\n\n"
+    try:
+        async for chunk in response:
+            if exchange.answer is Answer.NONE:
+                await exchange.begin(200, [*boss, *_STREAM_HEADERS], events=True)
+            elif boss:
+                await exchange.write(b"".join(b": %b: %b\n" % pair for pair in boss) + b"\n")
+            boss = []
+            await exchange.write(chunk)
+    except InferenceError:
+        if exchange.answer is Answer.EVENTS and not chunk.endswith(b"\n\n"):
+            await exchange.write(b"\n\n")  # ends the broken event, so that the error is an event of its own
+        raise
+    if exchange.answer is Answer.NONE:
+        await exchange.begin(200, [*boss, *_STREAM_HEADERS], events=True)
+    await exchange.end()
+
+
+def content_type(response: EngineResponse) -> bytes:
+    """The engine's Content-Type; JSON where it gives none."""
+    for name, value in response.headers:
+        if name == b"content-type":
+            return value
+    return JSON_HEADER[1]

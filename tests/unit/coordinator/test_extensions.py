@@ -1,0 +1,68 @@
+"""The `x_...` fields and their headers."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator import extensions
+from coordinator.errors import BadRequest
+from coordinator.extensions import Extensions
+
+
+def test_a_request_without_extensions_costs_nothing() -> None:
+    headers = [(b"host", b"x"), (b"x-request-id", b"1")]
+    assert extensions.parse({"model": "robin", "messages": []}, headers) is extensions.NONE
+
+
+@pytest.mark.parametrize(("value", "priority"), [("urgent", 1), ("batch", 50), (0, 0), (1000, 1000), ("17", 17)])
+def test_a_priority_is_a_class_or_a_number(value: object, priority: int) -> None:
+    assert extensions.parse({"x_priority": value}, []).priority == priority
+
+
+@pytest.mark.parametrize("value", ["soon", -1, 1001, 1.5, True, None, [5], {}])
+def test_another_priority_is_refused_with_what_is_allowed(value: object) -> None:
+    with pytest.raises(BadRequest, match="x_priority") as caught:
+        extensions.parse({"x_priority": value}, [])
+    assert caught.value.param == "x_priority"
+
+
+@pytest.mark.parametrize(("value", "seconds"), [(0, 0.0), (2.5, 2.5), ("60", 60.0)])
+def test_stay_warm_is_seconds(value: object, seconds: float) -> None:
+    assert extensions.parse({"x_stay_warm_s": value}, []).stay_warm_s == seconds
+
+
+@pytest.mark.parametrize("value", [-1, "long", float("inf"), "nan", True, None, 8 * 86400, 10**400])
+def test_another_stay_warm_is_refused(value: object) -> None:
+    with pytest.raises(BadRequest, match="x_stay_warm_s"):
+        extensions.parse({"x_stay_warm_s": value}, [])
+
+
+@pytest.mark.parametrize("value", ["", "x" * 129, "two\nlines", 7, None])
+def test_a_client_id_is_short_printable_text(value: object) -> None:
+    assert extensions.parse({"x_client_id": "küche 1"}, []).client_id == "küche 1"
+    with pytest.raises(BadRequest, match="x_client_id"):
+        extensions.parse({"x_client_id": value}, [])
+
+
+def test_headers_say_the_same_and_the_body_wins() -> None:
+    headers = [(b"x-boss-client-id", b"header"), (b"x-boss-priority", b"high"), (b"x-boss-stay-warm-s", b"9")]
+    assert extensions.parse({}, headers) == Extensions("header", 5, 9.0)
+    assert extensions.parse({"x_client_id": "body"}, headers) == Extensions("body", 5, 9.0)
+
+
+@pytest.mark.parametrize("name", ["x_prioritty", "x_foo", "x_", "x_client-id"])
+def test_an_unknown_field_is_refused_with_the_nearest(name: str) -> None:
+    with pytest.raises(BadRequest, match="x_priority" if name.startswith("x_pri") else "x_"):
+        extensions.parse({name: 1}, [])
+
+
+def test_an_unknown_header_is_refused_too() -> None:
+    with pytest.raises(BadRequest, match="x-boss-task"):
+        extensions.parse({}, [(b"x-boss-task", b"summary")])
+
+
+def test_the_engine_sees_none_of_it() -> None:
+    assert extensions.without({"x_priority": 1, "model": "robin", "max_tokens": 5}) == {
+        "model": "robin",
+        "max_tokens": 5,
+    }
