@@ -77,15 +77,12 @@ class Overtaking:
     def find_rivals(self, claim: Claim, *, search: bool = True) -> bool:
         """Make the claim stand, if it can; without `search`, only if it does with the rivals it has.
 
-        It keeps those while they will do: changing its mind, it would hold everybody a little. Where nobody will do (too
-        important, or another claim's turn comes first), it counts what those take who would have to go otherwise.
+        It keeps those while they will do: changing its mind, it would hold everybody a little. Where nobody will do
+        (too important, or another claim's turn comes first), it counts what those take who would otherwise have to go.
         """
         rooms, everyone = self._sight.rooms, self._sight.candidates
-        need, priority, may_split = (
-            self._board.models[claim.model_id].claim_bytes,
-            claim.leader.priority,
-            rooms.may_split,
-        )
+        need, priority = self._board.models[claim.model_id].claim_bytes, claim.leader.priority
+        may_split = rooms.may_split
         present = [candidate for candidate in everyone if candidate.model_id in claim.rivals]
         found: Sequence[Candidate] = [candidate for candidate in present if candidate.will_yield_to(priority)]
         free = rooms.total()

@@ -42,8 +42,8 @@ def largest(devices: Sequence[DeviceRoom]) -> int:
 
 def place(need: int, rooms: Mapping[str, int], *, may_split: bool) -> tuple[Shares, ...]:
     """The ways to put `need` bytes into `rooms` (free bytes by device, in index order), best first; () when none."""
-    whole = sorted((room, index, device) for index, (device, room) in enumerate(rooms.items()) if room >= need)
-    if whole:
+    if max(rooms.values(), default=-1) >= need:
+        whole = sorted((room, index, device) for index, (device, room) in enumerate(rooms.items()) if room >= need)
         return tuple({device: need} for _, _, device in whole)
     if may_split and _spread(rooms.values()) >= need:
         return (_split(need, rooms),)
@@ -134,5 +134,6 @@ class Rooms:
         return place(need, self._free, may_split=self.may_split) or place(need, self.total(), may_split=self.may_split)
 
     def overdrawn(self, shares: Shares) -> bool:
-        """Is more claimed on one of these devices than it will have free?"""
-        return any(self._free[device] + self._coming[device] < 0 for device in shares if device in self._free)
+        """Is more claimed on one of these devices than it will have free? (Kept room is not claimed yet.)"""
+        rooms = self.total(kept=True)
+        return any(rooms[device] < 0 for device in shares if device in rooms)

@@ -30,7 +30,7 @@ from inference.overtaking import Overtaking
 from inference.placement import fits, once_gone, place
 from inference.queue import Aged, Entry
 from inference.sight import Sight
-from inference.slot_state import HOLDS_MEMORY, LEAVING, SlotState
+from inference.slot_state import HOLDS_MEMORY, SlotState
 from inference.slot_view import SlotRecord
 
 SHORT_S = 5.0
@@ -138,23 +138,23 @@ class Plan:
             self.blocked = True
             return
         model, rooms = board.models[entry.ticket.model_id], self._sight.rooms
-        if model.claim_bytes > board.largest_bytes:
+        need, may_evict = model.claim_bytes, entry.ticket.purpose is not Purpose.PEEK
+        hopeful = need < self._hopeless_bytes
+        if need > board.largest_bytes:
             self._refuse_all(model.id, refusals.never_fits(board, model))
-        elif ways := rooms.place(model.claim_bytes):
+        elif hopeful and (ways := rooms.place(need)):
             self._start(model, ways, entry, ())
-        elif entry.ticket.purpose is Purpose.PEEK:
+        elif not may_evict:
             self._refuse_all(model.id, refusals.no_free_room(board, model))
-        elif victims := self._victims(model.claim_bytes, entry.priority):
-            ways = place(model.claim_bytes, once_gone(rooms.total(), victims), may_split=rooms.may_split)
+        elif hopeful and (victims := self._victims(need, entry.priority)):
+            ways = place(need, once_gone(rooms.total(), victims), may_split=rooms.may_split)
             self._start(model, ways[:1], entry, victims)
-        elif self._only_pins_stand_in_the_way(model.claim_bytes):
+        elif self._only_pins_stand_in_the_way(need):
             self._refuse_all(model.id, refusals.all_pinned(board, model))
         else:
             self._wait(model, entry)
 
     def _victims(self, need: int, priority: int) -> tuple[Candidate, ...]:
-        if need >= self._hopeless_bytes:
-            return ()
         rooms = self._sight.rooms
         willing = [candidate for candidate in self._sight.candidates if candidate.yields_to(priority)]
         victims = choose(need, rooms.total(), willing, may_split=rooms.may_split)
@@ -176,17 +176,9 @@ class Plan:
         self.again = True
 
     def _only_pins_stand_in_the_way(self, need: int) -> bool:
-        """Would it fit if the devices held nothing but the pinned models? Other programs may leave, those do not."""
-        board = self._board
-        pinned = [slot for slot in board.holders() if slot.model.pin and slot.state not in LEAVING]
-        if not pinned:
-            return False
-        rooms = {device.id: device.capacity_bytes for device in board.usable}
-        for slot in pinned:
-            for device, size in slot.shares.items():
-                if device in rooms:
-                    rooms[device] -= size
-        return not fits(need, rooms, may_split=self._sight.rooms.may_split)
+        """Would it not fit even if the devices held nothing but the pinned models? (Other programs may leave.)"""
+        rooms = self._sight.unpinned
+        return rooms is not None and not fits(need, rooms, may_split=self._sight.rooms.may_split)
 
     def _wait(self, model: Model, entry: Entry) -> None:
         board = self._board

@@ -194,6 +194,8 @@ class WaitingLine:
     def leader(self, model_id: str, aged: Aged) -> Entry:
         """The ticket on whose account the model (somebody waits for it) would be loaded; a PEEK only if all are."""
         line = self._models[model_id]
+        if not (line.loads or line.peeks or model_id in aged):
+            return line.work[0]
         firsts = line.loads[:1]
         if len(line.work) > line.peeks:
             firsts.append(next(entry for entry in line.work if entry.ticket.purpose is not Purpose.PEEK))
@@ -204,8 +206,11 @@ class WaitingLine:
 
     def loads(self, model_id: str, aged: Aged) -> list[Entry]:
         """The tickets that wait for nothing but the model's (somebody waits for it) being loaded."""
+        loads = self._models[model_id].loads
+        if not loads:
+            return []
         risen_now = {riser.seq: riser for riser in aged.get(model_id, ())}
-        return [risen_now.get(entry.seq, entry) for entry in self._models[model_id].loads]
+        return [risen_now.get(entry.seq, entry) for entry in loads]
 
     def waiting_for(self, model_id: str) -> list[Entry]:
         """Everyone who waits for the model, next first."""

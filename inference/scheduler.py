@@ -21,7 +21,7 @@ from inference.events import Purpose, Ticket
 from inference.model import Model
 from inference.plan import Plan
 from inference.queue import QueueLimits
-from inference.slot_state import HOLDS_MEMORY, SlotState
+from inference.slot_state import HOLDS_MEMORY, LEAVING, SlotState
 from inference.slot_view import SlotRecord, SlotView
 
 MAX_CRASHES = 3
@@ -138,6 +138,7 @@ class Scheduler:
                     board.leased(slot, event.shares)
             case events.LeaseLost():
                 if state in HOLDS_MEMORY:
+                    slot.crashes += state not in LEAVING
                     board.lost(slot)
             case events.SlotReady():
                 if state is SlotState.LOADING:
@@ -155,12 +156,9 @@ class Scheduler:
         """A load that fails takes its waiting tickets along; a slot that dies is loaded again for them, a few times."""
         board, state, model_id = self._board, slot.state, slot.model.id
         board.gone(slot, SlotState.FAILED)
-        if state is SlotState.LOADING and not event.was_ready:
-            hopeless = True
-        else:
-            slot.crashes += state is not SlotState.DRAINING and state is not SlotState.STOPPING
-            hopeless = slot.crashes > MAX_CRASHES
-        if hopeless:
+        never_came_up = state is SlotState.LOADING and not event.was_ready
+        slot.crashes += state not in LEAVING
+        if never_came_up or slot.crashes > MAX_CRASHES:
             slot.stays_out = True
             for entry in board.line.waiting_for(model_id):
                 board.refuse(entry, event.error)

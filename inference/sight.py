@@ -10,19 +10,21 @@ import math
 from inference.board import Board
 from inference.eviction import UNWANTED, Activity, Candidate
 from inference.placement import Rooms
-from inference.slot_state import SlotState
+from inference.slot_state import LEAVING, SlotState
 from inference.slot_view import SlotRecord
 
 
 class Sight:
     """The board's room and candidates during one pass; the pass keeps them up to date with what it decides."""
 
-    __slots__ = ("_board", "_candidates", "_rooms")
+    __slots__ = ("_board", "_candidates", "_looked_for_pins", "_rooms", "_unpinned")
 
     def __init__(self, board: Board) -> None:
         self._board = board
         self._rooms: Rooms | None = None
         self._candidates: list[Candidate] | None = None
+        self._unpinned: dict[str, int] | None = None
+        self._looked_for_pins = False
 
     @property
     def rooms(self) -> Rooms:
@@ -38,6 +40,20 @@ class Sight:
             found = [self._candidate(slot) for slot in self._board.slots.values() if not slot.model.pin]
             self._candidates = sorted((one for one in found if one is not None), key=lambda one: one.rank)
         return self._candidates
+
+    @property
+    def unpinned(self) -> dict[str, int] | None:
+        """Bytes by device that would be free if only the pinned models were there; None when no model is pinned."""
+        if not self._looked_for_pins:
+            self._looked_for_pins = True
+            pinned = [slot for slot in self._board.holders() if slot.model.pin and slot.state not in LEAVING]
+            if pinned:
+                self._unpinned = {device.id: device.capacity_bytes for device in self._board.usable}
+                for slot in pinned:
+                    for device, size in slot.shares.items():
+                        if device in self._unpinned:
+                            self._unpinned[device] -= size
+        return self._unpinned
 
     def forget_candidates(self) -> None:
         """A grant or a start has changed them."""

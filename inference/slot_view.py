@@ -49,7 +49,7 @@ class SlotRecord:
     short_since_s: float | None = None
     """While its lease is queued: since when the room it waits for is claimed by more than fits."""
     crashes: int = 0
-    """Deaths while ready, without a served ticket in between."""
+    """Deaths and lost leases that nobody ordered, without a served ticket in between."""
     stays_out: bool = False
     """Not loaded again without a request: its load failed, or an operator unloaded it."""
 

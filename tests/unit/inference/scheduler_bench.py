@@ -1,0 +1,102 @@
+"""A scheduler on a bench: events go in by hand, decisions come out as short words such as `start b`, `drain a`."""
+
+from __future__ import annotations
+
+from inference import actions, events
+from inference.errors import InferenceError, LoadFailed
+from inference.events import DeviceRoom, Purpose, Ticket
+from inference.model import Model
+from inference.queue import QueueLimits
+from inference.scheduler import Scheduler
+from tests.unit.inference.scheduler_rules import a_device
+
+
+class Bench:
+    """One device of 10 GiB unless told otherwise. Tickets are named after their model: a1, a2, b3, in order."""
+
+    def __init__(self, *models: Model, devices: tuple[DeviceRoom, ...] = (), limits: QueueLimits | None = None) -> None:
+        self.now = 0.0
+        self.scheduler = Scheduler(limits)
+        self.errors: dict[str, InferenceError] = {}
+        self.starts: dict[str, actions.Start] = {}
+        self.reasons: dict[str, str] = {}
+        self.flying: list[str] = []
+        """Granted tickets that were not served yet."""
+        self._count = 0
+        self.tell(events.DevicesRead(self.now, devices or (a_device("d0", 10),)))
+        self.first = self.tell(events.ModelsChanged(self.now, {model.id: model for model in models}))
+
+    def tell(self, event: events.Event) -> list[str]:
+        return [self._word(action) for action in self.scheduler.handle(event)]
+
+    def _word(self, action: actions.Action) -> str:
+        match action:
+            case actions.Start(model_id):
+                self.starts[model_id] = action
+                return f"start {model_id}"
+            case actions.Drain(model_id, reason):
+                self.reasons[model_id] = reason
+                return f"drain {model_id}"
+            case actions.Stop(model_id, reason):
+                self.reasons.setdefault(model_id, reason)
+                return f"stop {model_id}"
+            case actions.Grant(ticket_id):
+                self.flying.append(ticket_id)
+                return f"grant {ticket_id}"
+            case actions.Refuse(ticket_id, error):
+                self.errors[ticket_id] = error
+                return f"refuse {ticket_id} {type(error).__name__}"
+
+    def ask(
+        self,
+        model_id: str,
+        priority: int = 10,
+        *,
+        purpose: Purpose = Purpose.INFER,
+        stay_warm_s: float | None = None,
+        submitted_at_s: float | None = None,
+    ) -> list[str]:
+        self._count += 1
+        at_s = self.now if submitted_at_s is None else submitted_at_s
+        ticket = Ticket(f"{model_id}{self._count}", model_id, priority, at_s, stay_warm_s=stay_warm_s, purpose=purpose)
+        return self.tell(events.Arrived(self.now, ticket))
+
+    def up(self, model_id: str, load_s: float = 1.0) -> list[str]:
+        """The model's lease is granted and its engine answers."""
+        shares = self.starts[model_id].options[0]
+        return self.tell(events.LeaseGranted(self.now, model_id, shares)) + self.tell(
+            events.SlotReady(self.now, model_id, load_s)
+        )
+
+    def served(self, ticket_id: str) -> list[str]:
+        if ticket_id in self.flying:
+            self.flying.remove(ticket_id)
+        return self.tell(events.Served(self.now, ticket_id))
+
+    def abandoned(self, ticket_id: str) -> list[str]:
+        return self.tell(events.Abandoned(self.now, ticket_id))
+
+    def gone(self, model_id: str) -> list[str]:
+        return self.tell(events.SlotGone(self.now, model_id))
+
+    def failed(self, model_id: str, *, was_ready: bool) -> list[str]:
+        error = LoadFailed(f"{model_id} ended with status 1")
+        return self.tell(events.SlotFailed(self.now, model_id, error, was_ready=was_ready))
+
+    def devices(self, *devices: DeviceRoom) -> list[str]:
+        return self.tell(events.DevicesRead(self.now, devices))
+
+    def after(self, seconds: float) -> list[str]:
+        """That much later, at a tick."""
+        self.now += seconds
+        return self.tell(events.Tick(self.now))
+
+    def loaded(self, model_id: str) -> None:
+        """Get the model loaded and idle, by a request that is served at once."""
+        assert self.ask(model_id)[-1:] == [f"start {model_id}"]
+        ticket_id = f"{model_id}{self._count}"
+        assert self.up(model_id) == [f"grant {ticket_id}"]
+        assert self.served(ticket_id) == []
+
+    def state(self, model_id: str) -> str:
+        return self.scheduler.slot_view(model_id).state.value
