@@ -1,0 +1,92 @@
+"""`model-boss load|unload`: telling a running broker what should be in memory. Registered by the package's `app`."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+from coordinator.cli.link import ConfigOption, JsonOption, Link, LinkError, UrlOption, connect, quoted
+from coordinator.cli.output import print_json
+from coordinator.cli.status import ModelArgument
+
+_LOOK_S = 0.25
+"""Between two looks at how far a load is."""
+
+
+def load(model: ModelArgument, url: UrlOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
+    """Load a model and wait until it is ready; it queues for its memory like any request."""
+    link = connect(url, config)
+    answer = _wish(link, model, "load", f"waiting for {model}")
+    if json:
+        print_json(answer)
+    else:
+        load_s, queue_s = answer["load_ms"] / 1000, answer["queue_ms"] / 1000
+        took = f"loaded in {load_s:.2f} s, {queue_s:.2f} s altogether" if load_s else "it was loaded already"
+        typer.echo(f"{answer['model']} is {answer['state']} ({took})")
+
+
+def unload(model: ModelArgument, url: UrlOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
+    """Take a model out of memory; its requests in flight finish first."""
+    answer = _wish(connect(url, config), model, "unload", f"unloading {model}")
+    if json:
+        print_json(answer)
+    else:
+        typer.echo(f"{answer['model']} is {answer['state']}")
+
+
+def _wish(link: Link, model: str, verb: str, text: str) -> Any:
+    """POST, with a spinner that tells how far it is. Ends the command when the broker refuses."""
+    path = f"/api/v1/models/{quoted(model)}"
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            results.put(link.post(f"{path}/{verb}"))
+        except LinkError as error:
+            results.put(error)
+
+    # A daemon: Ctrl-C ends the command at once, and the broker sees the connection close and gives up the place.
+    threading.Thread(target=ask, name=verb, daemon=True).start()
+    with _spinner(text) as tell:
+        while True:
+            try:
+                result = results.get(timeout=_LOOK_S)
+                break
+            except queue.Empty:
+                tell(_progress(link, model, text))
+    if isinstance(result, LinkError):
+        result.end()
+    return result
+
+
+def _progress(link: Link, model: str, text: str) -> str:
+    try:
+        slots = {slot["model"]: slot for slot in link.get("/api/v1/slots")["slots"]}
+        waiting = link.get("/api/v1/queue")["queue"]
+    except LinkError:
+        return text
+    slot = slots.get(model)
+    place = next((entry["position"] for entry in waiting if entry["model"] == model), None)
+    if slot is not None and slot["state"] == "loading":
+        fraction = slot["load_fraction"]
+        return f"{model} is loading" + (f" {fraction:.0%}" if fraction is not None else "")
+    if place is not None:
+        return f"{model} waits for memory, place {place} of {len(waiting)}"
+    return f"{model} is {slot['state']}" if slot is not None else text
+
+
+@contextmanager
+def _spinner(text: str) -> Iterator[Any]:
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text) as status:
+        yield status.update

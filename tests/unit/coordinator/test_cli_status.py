@@ -1,0 +1,259 @@
+"""ps, models, load, unload and logs against a pretended broker, and without any."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from coordinator.cli import app, status
+from coordinator.cli.output import ExitCode
+from tests.unit.coordinator.fake_broker import FakeBroker, fake_broker
+
+GIB = 1 << 30
+SLOT = {
+    "model": "robin",
+    "slot": "robin",
+    "state": "ready",
+    "pid": 4711,
+    "shim_pid": 4710,
+    "devices": {"sim0": 5 * GIB},
+    "claim_bytes": 5 * GIB,
+    "in_flight": 2,
+    "load_fraction": None,
+    "last_load_s": 0.05,
+}
+TICKET = {"position": 1, "model": "wren", "priority": "normal", "client_id": None, "purpose": "infer", "waited_s": 0.4}
+DEVICE = {
+    "id": "sim0",
+    "kind": "sim",
+    "total_bytes": 8 * GIB,
+    "claimed_bytes": 5 * GIB,
+    "foreign_bytes": GIB,
+    "residual_bytes": 0,
+    "free_bytes": 2 * GIB,
+}
+MODEL = {
+    "id": "robin",
+    "state": "ready",
+    "problem": None,
+    "context": 512,
+    "size_bytes": 2 << 20,
+    "claim_bytes": 5 * GIB,
+    "source": "/srv/manifests/robin.yaml",
+}
+
+
+@pytest.fixture
+def broker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeBroker]:
+    monkeypatch.chdir(tmp_path)
+    for variable in ("MODEL_BOSS_API_KEY", "MODEL_BOSS_URL", "MODEL_BOSS_CONFIG"):
+        monkeypatch.delenv(variable, raising=False)
+    with fake_broker() as fake:
+        fake.answers = {
+            "GET /api/v1/slots": {"slots": [SLOT]},
+            "GET /api/v1/queue": {"queue": [TICKET]},
+            "GET /api/v1/devices": {"devices": [DEVICE]},
+            "GET /api/v1/models": {"models": [MODEL]},
+        }
+        yield fake
+
+
+def call(*arguments: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def lines(result: Any) -> list[list[str]]:
+    """The tab-separated cells of piped output."""
+    return [line.split("\t") for line in result.stdout.splitlines()]
+
+
+# -- ps ------------------------------------------------------------------------------------------------------------
+
+
+def test_ps_shows_what_is_loaded_what_is_waited_for_and_the_devices(broker: FakeBroker) -> None:
+    header, robin, wren, device_header, device = lines(call("ps", "--url", broker.url))
+    assert header == ["model", "state", "devices", "claimed", "in flight", "waiting", "pid"]
+    assert robin == ["robin", "ready", "sim0", "5GiB", "2", "0", "4711"]
+    assert wren == ["wren", "idle", "-", "-", "0", "1", "-"], "waited for, and without a slot yet"
+    assert device_header == ["device", "total", "claimed", "others", "free"]
+    assert device == ["sim0", "8GiB", "5GiB", "1GiB", "2GiB"]
+
+
+def test_ps_shows_how_far_a_load_is_and_leaves_out_idle_slots(broker: FakeBroker) -> None:
+    loading = SLOT | {"state": "loading", "load_fraction": 0.42}
+    broker.answers["GET /api/v1/slots"] = {"slots": [loading, SLOT | {"model": "old", "state": "idle", "devices": {}}]}
+    broker.answers["GET /api/v1/queue"] = {"queue": []}
+    result = call("ps", "--url", broker.url)
+    assert lines(result)[1][1] == "loading 42%"
+    assert "old" not in result.stdout
+
+
+def test_ps_says_when_nothing_is_loaded(broker: FakeBroker) -> None:
+    broker.answers |= {"GET /api/v1/slots": {"slots": []}, "GET /api/v1/queue": {"queue": []}}
+    assert "no model is loaded" in call("ps", "--url", broker.url).stdout
+
+
+def test_ps_shows_the_rest_while_the_store_is_away(broker: FakeBroker) -> None:
+    error = {"message": "the lease store does not answer", "code": "store_unavailable"}
+    broker.answers["GET /api/v1/devices"] = (503, {"error": error})
+    result = call("ps", "--url", broker.url)
+    assert "robin" in result.stdout
+    assert "the lease store does not answer" in result.stderr
+
+
+def test_ps_as_json_holds_everything(broker: FakeBroker) -> None:
+    shown = json.loads(call("ps", "--url", broker.url, "--json").stdout)
+    assert shown == {"slots": [SLOT], "queue": [TICKET], "devices": [DEVICE]}
+
+
+# -- models --------------------------------------------------------------------------------------------------------
+
+
+def test_models_are_listed_with_the_reason_why_one_is_broken(broker: FakeBroker) -> None:
+    broken = MODEL | {"id": "cut", "state": "idle", "problem": "cut.gguf is truncated", "context": 0}
+    broker.answers["GET /api/v1/models"] = {"models": [MODEL, broken]}
+    _, robin, cut = lines(call("models", "--url", broker.url))
+    assert robin == ["robin", "ready", "512", "2MiB", "5GiB", "/srv/manifests/robin.yaml", ""]
+    assert (cut[1], cut[-1]) == ("broken", "cut.gguf is truncated")
+    assert json.loads(call("models", "--url", broker.url, "--json").stdout) == [MODEL, broken]
+
+
+def test_no_models_says_how_to_get_some(broker: FakeBroker) -> None:
+    broker.answers["GET /api/v1/models"] = {"models": []}
+    assert "models_dirs" in call("models", "--url", broker.url).stdout
+
+
+# -- load, unload --------------------------------------------------------------------------------------------------
+
+
+def test_load_waits_and_tells_how_long_it_took(broker: FakeBroker) -> None:
+    answer = {"model": "robin", "state": "ready", "queue_ms": 2500, "load_ms": 50}
+    broker.answers["POST /api/v1/models/robin/load"] = answer
+    assert "robin is ready (loaded in 0.05 s, 2.50 s altogether)" in call("load", "robin", "--url", broker.url).stdout
+    assert json.loads(call("load", "robin", "--url", broker.url, "--json").stdout) == answer
+    broker.answers["POST /api/v1/models/robin/load"] = answer | {"load_ms": 0}
+    assert "loaded already" in call("load", "robin", "--url", broker.url).stdout
+
+
+def test_a_refusal_is_told_in_the_brokers_words(broker: FakeBroker) -> None:
+    error = {"message": "model 'huge' claims 10 GiB; sim0 has 8 GiB", "code": "will_never_fit"}
+    broker.answers["POST /api/v1/models/huge/load"] = (400, {"error": error})
+    assert "claims 10 GiB" in call("load", "huge", "--url", broker.url, code=ExitCode.FAILED).stderr
+
+
+def test_unload_tells_the_state_afterwards(broker: FakeBroker) -> None:
+    broker.answers["POST /api/v1/models/robin/unload"] = {"model": "robin", "state": "idle"}
+    assert "robin is idle" in call("unload", "robin", "--url", broker.url).stdout
+
+
+def test_ids_with_a_slash_reach_the_broker_whole(broker: FakeBroker) -> None:
+    broker.answers["POST /api/v1/models/org/model%20x/unload"] = {"model": "org/model x", "state": "idle"}
+    call("unload", "org/model x", "--url", broker.url)
+
+
+# -- logs ----------------------------------------------------------------------------------------------------------
+
+
+def test_logs_prints_the_lines_asked_for(broker: FakeBroker) -> None:
+    broker.answers["GET /api/v1/models/robin/logs"] = {"model": "robin", "lines": ["one", "two"]}
+    assert call("logs", "robin", "-n", "2", "--url", broker.url).stdout == "one\ntwo\n"
+    assert broker.asked[-1].endswith("?lines=2")
+
+
+def test_a_model_that_never_ran_has_no_log(broker: FakeBroker) -> None:
+    broker.answers["GET /api/v1/models/robin/logs"] = {"model": "robin", "lines": []}
+    assert "was not loaded" in call("logs", "robin", "--url", broker.url).stderr
+
+
+def test_following_prints_what_is_added_and_ends_with_the_broker(
+    broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "FOLLOW_S", 0.01)
+    windows = [["a"], ["a"], ["a", "b"], ["a", "b", "c"]]
+    answers: list[Any] = [(200, {"model": "robin", "lines": window}) for window in windows]
+    answers.append((503, {"error": {"message": "shutting down", "code": "shutting_down"}}))
+    broker.answers["GET /api/v1/models/robin/logs"] = answers
+    result = call("logs", "robin", "-f", "--url", broker.url, code=ExitCode.FAILED)
+    assert result.stdout == "a\nb\nc\n"
+    assert "shutting down" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "new"),
+    [
+        ([], ["a"], ["a"]),
+        (["a"], ["a"], []),
+        (["a", "b"], ["b", "c"], ["c"]),
+        (["a", "a"], ["a", "a", "a"], ["a"]),
+        (["a", "b"], ["x", "y"], ["x", "y"]),
+    ],
+)
+def test_what_was_added_to_a_window(before: list[str], now: list[str], new: list[str]) -> None:
+    assert status.added(before, now) == new
+
+
+# -- who answers ---------------------------------------------------------------------------------------------------
+
+
+def test_nobody_there_names_the_address_and_how_to_start_one(broker: FakeBroker) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    for command in (["ps"], ["models"], ["load", "x"], ["unload", "x"], ["logs", "x"]):
+        result = call(*command, "--url", url, code=ExitCode.NO_BROKER)
+        assert url in result.stderr
+        assert "model-boss serve" in result.stderr
+
+
+@pytest.mark.parametrize("answer", [(200, b"<html>"), (500, b"oops"), (404, {"detail": "x"}), (404, [])])
+def test_something_else_there_is_told(broker: FakeBroker, answer: tuple[int, Any]) -> None:
+    broker.answers["GET /api/v1/models"] = answer
+    assert "not Model Boss" in call("models", "--url", broker.url, code=ExitCode.NO_BROKER).stderr
+
+
+def test_the_address_comes_from_the_configuration(
+    broker: FakeBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = broker.url.rpartition(":")[2]
+    (tmp_path / "model-boss.yaml").write_text(f"port: {port}\n")
+    call("models")
+    (tmp_path / "other.yaml").write_text(f"port: {port}\nhost: 0.0.0.0\n")
+    call("models", "--config", "other.yaml")
+    monkeypatch.setenv("MODEL_BOSS_URL", f"{broker.url}/")
+    (tmp_path / "model-boss.yaml").write_text("port: 1\n")
+    call("models")
+    assert broker.asked == ["GET /api/v1/models"] * 3
+
+
+def test_the_key_is_sent_and_its_absence_explained(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = {"message": "the API key is missing", "code": "invalid_api_key"}
+    broker.answers["GET /api/v1/models"] = (401, {"error": error})
+    assert "MODEL_BOSS_API_KEY" in call("models", "--url", broker.url, code=ExitCode.FAILED).stderr
+    monkeypatch.setenv("MODEL_BOSS_API_KEY", "secret")
+    call("models", "--url", broker.url, code=ExitCode.FAILED)
+    assert broker.keys == [None, "Bearer secret"]
+
+
+def test_a_proxy_in_the_environment_is_not_asked(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    call("models", "--url", broker.url)
+
+
+@pytest.mark.parametrize("url", ["localhost:8210", "ftp://x", "nonsense"])
+def test_an_address_that_is_none_is_wrong_usage(broker: FakeBroker, url: str) -> None:
+    assert "http://127.0.0.1:8210" in call("ps", "--url", url, code=ExitCode.USAGE).stderr
+
+
+def test_waiting_for_a_load_ends_no_other_thread(broker: FakeBroker) -> None:
+    broker.answers["POST /api/v1/models/robin/load"] = {"model": "robin", "state": "ready", "queue_ms": 1, "load_ms": 1}
+    call("load", "robin", "--url", broker.url)
+    assert not [thread for thread in threading.enumerate() if thread.name == "load"]
