@@ -67,6 +67,11 @@ class LoadTimeout(InferenceError):
 class EngineDied(InferenceError):
     """The engine ended while it served."""
 
+    def __init__(self, message: str, *, retry_after_s: float | None = None, reached: bool = True) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.reached = reached
+        """False when the engine was dead before it got the request: another one may serve it."""
+
 
 class Unloaded(InferenceError):
     """An operator unloaded the model while the request waited."""

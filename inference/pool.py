@@ -1,0 +1,325 @@
+"""The shell around the scheduler: performs its actions on slots and feeds back what happened.
+
+Called by `coordinator` (submit a ticket, load, unload, look); calls `scheduler.py` (decides), `slot.py` (does) and
+`gpuboss` (memory). The scheduler is touched by `_feed` alone, always on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import assert_never
+
+import structlog
+
+from gpuboss.devices import DeviceKind
+from gpuboss.errors import GpubossError
+from gpuboss.identity import ProcessIdentity
+from gpuboss.leases import HOLDS_MEMORY as LEASE_COUNTS
+from gpuboss.leases import Snapshot
+from inference import actions, events
+from inference.admission import Admission, Grant, Progress
+from inference.backends import REGISTRY
+from inference.errors import EngineMissing
+from inference.events import Purpose, Ticket
+from inference.model import Model
+from inference.process import Shims
+from inference.registry import Registry
+from inference.scheduler import Scheduler
+from inference.slot import Ledger, Slot
+from inference.slot_state import HOLDS_MEMORY, SlotState
+
+TICK_S = 1.0
+"""Between looks at clock and devices while nobody waits."""
+WAITING_TICK_S = 0.1
+"""The same while a ticket waits: memory that others give back is seen soon."""
+NOTICE_S = 2.0
+"""How long a slot may take to notice that its engine is dead; usually milliseconds."""
+SHUTDOWN_S = 10.0
+"""How long requests in flight may go on once the broker is told to end."""
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueEntry:
+    """One waiting ticket, for people."""
+
+    ticket: Ticket
+    position: int
+    waited_s: float
+
+
+class Pool:
+    """All slots of this node behind one queue."""
+
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        scheduler: Scheduler,
+        ledger: Ledger,
+        find_engine: Callable[[str], Path | None],
+        node: str,
+        shims: Shims | None = None,
+        shutdown_s: float = SHUTDOWN_S,
+    ) -> None:
+        self.registry = registry
+        self._scheduler = scheduler
+        self._ledger = ledger
+        self._find_engine = find_engine
+        self._node = node
+        self._shims = shims or Shims(ledger.state.ledger_path, spares=1)
+        self._shutdown_s = shutdown_s
+        self._slots: dict[str, Slot] = {}
+        self._admissions: dict[str, Admission] = {}
+        self._inbox: deque[events.Event] = deque()
+        self._handling = False
+        self._ticket_numbers = itertools.count(1)
+        self._ticker: asyncio.Task[None] | None = None
+        self._someone_waits = asyncio.Event()
+        self._nobody_here = asyncio.Event()
+        self._self = ProcessIdentity.current()
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    async def startup(self) -> None:
+        """Tell the scheduler what there is and begin to tick; pinned and preloaded models start loading.
+
+        Raises:
+            GpubossError: the memory ledger does not answer.
+        """
+        await self._shims.startup()
+        await self._read_devices()
+        self.models_changed()
+        self._ticker = asyncio.create_task(self._tick(), name="pool-ticker")
+
+    async def shutdown(self) -> None:
+        """Refuse who waits, let who runs finish within the deadline, end every engine, release every lease."""
+        self._feed(events.ShutdownBegan(time.monotonic()))
+        if self._admissions:
+            self._nobody_here.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._nobody_here.wait(), self._shutdown_s)
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticker
+        await asyncio.gather(*(slot.close() for slot in self._slots.values()))
+        await self._shims.close()
+
+    def models_changed(self) -> None:
+        """Tell the scheduler that the registry holds other models than before."""
+        self._feed(events.ModelsChanged(time.monotonic(), dict(self.registry.models)))
+
+    async def _tick(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._someone_waits.wait(), TICK_S)
+                await asyncio.sleep(WAITING_TICK_S)
+            try:
+                await self._read_devices()
+            except GpubossError as error:
+                _log.warning("devices_unread", error=str(error))
+            self._feed(events.Tick(time.monotonic()))
+
+    async def _read_devices(self) -> None:
+        snapshot = await self._ledger.snapshot()
+        self._feed(events.DevicesRead(time.monotonic(), self._rooms(snapshot)))
+
+    def _rooms(self, snapshot: Snapshot) -> tuple[events.DeviceRoom, ...]:
+        """What each device leaves to this pool: foreign programs and other holders' leases are not ours."""
+        others: dict[str, int] = {use.device.id: use.foreign_bytes + use.residual_bytes for use in snapshot.devices}
+        for lease in snapshot.leases:
+            if lease.state in LEASE_COUNTS and lease.owner != self._self:
+                for device, share in lease.shares.items():
+                    others[device] = others.get(device, 0) + share
+        return tuple(
+            events.DeviceRoom(
+                id=use.device.id,
+                total_bytes=use.device.total_bytes,
+                reserve_bytes=use.device.reserve_bytes,
+                others_bytes=others[use.device.id],
+                accelerator=use.device.kind is not DeviceKind.CPU,
+            )
+            for use in snapshot.devices
+        )
+
+    # -- what callers ask ---------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        model: Model,
+        *,
+        priority: int,
+        client_id: str | None = None,
+        stay_warm_s: float | None = None,
+        purpose: Purpose = Purpose.INFER,
+    ) -> Admission:
+        """Queue a request for `model`; the admission may be settled already. Its `close` must be called."""
+        now = time.monotonic()
+        ticket = Ticket(
+            id=f"t{next(self._ticket_numbers)}",
+            model_id=model.id,
+            priority=priority,
+            submitted_at_s=now,
+            client_id=client_id,
+            stay_warm_s=stay_warm_s,
+            purpose=purpose,
+        )
+        admission = Admission(ticket, close=self._close, progress=self._progress)
+        self._admissions[ticket.id] = admission
+        self._feed(events.Arrived(now, ticket))
+        if not admission.settled:
+            self._someone_waits.set()
+        return admission
+
+    async def unload(self, model_id: str) -> None:
+        """Take the model out of memory and wait until it is; requests in flight finish, waiting ones are refused."""
+        self._feed(events.UnloadWanted(time.monotonic(), model_id))
+        slot = self._slots.get(model_id)
+        if slot is not None and slot.state in HOLDS_MEMORY:
+            await slot.wait_over()
+
+    async def engine_over(self, grant: Grant) -> None:
+        """Wait (a moment at most) until a dead engine's slot has noticed: a request submitted anew gets another."""
+        slot = self._slots.get(grant.model.id)
+        if slot is not None and slot.engine is grant.engine:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(NOTICE_S):
+                    await slot.wait_over()
+
+    @property
+    def store_up(self) -> bool:
+        """False while the ledger's store does not answer; loaded models serve on."""
+        return self._ledger.store_up
+
+    def slots(self) -> Mapping[str, Slot]:
+        """The slots that exist, by model id."""
+        return self._slots
+
+    def in_flight(self, model_id: str) -> int:
+        """Requests the model's engine works on now."""
+        return self._scheduler.in_flight(model_id)
+
+    def waiting(self) -> list[QueueEntry]:
+        """Everyone in the queue, next first."""
+        now = time.monotonic()
+        return [
+            QueueEntry(ticket, position, now - ticket.submitted_at_s)
+            for position, ticket in enumerate(self._scheduler.waiting(), start=1)
+        ]
+
+    async def devices(self) -> Snapshot:
+        """The ledger's figures now.
+
+        Raises:
+            GpubossError: the store does not answer.
+        """
+        return await self._ledger.snapshot()
+
+    # -- the loop: event, decision, action -----------------------------------------------------------------------
+
+    def _feed(self, event: events.Event) -> None:
+        """Hand an event to the scheduler and perform what it decides; events raised meanwhile follow in order."""
+        self._inbox.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._inbox:
+                for action in self._scheduler.handle(self._inbox.popleft()):
+                    self._perform(action)
+        finally:
+            self._handling = False
+
+    def _perform(self, action: actions.Action) -> None:
+        match action:
+            case actions.Grant(ticket_id, model_id):
+                self._grant(ticket_id, self._slots[model_id])
+            case actions.Refuse(ticket_id, error):
+                if (admission := self._admissions.get(ticket_id)) is not None:
+                    admission.refuse(error)
+            case actions.Start(model_id, options, priority):
+                self._start(model_id, options, priority)
+            case actions.Drain(model_id, reason):
+                self._slots[model_id].drain(reason)
+            case actions.Stop(model_id, reason):
+                self._slots[model_id].stop(reason)
+            case _:
+                assert_never(action)
+
+    def _start(self, model_id: str, options: tuple[events.Shares, ...], priority: int) -> None:
+        model = self.registry.models[model_id]
+        try:
+            binary = self._engine_for(model)
+        except EngineMissing as error:
+            self._feed(events.SlotFailed(time.monotonic(), model_id, error, was_ready=False))
+            return
+        slot = self._slots.get(model_id)
+        if slot is None or slot.model != model:
+            slot = self._slots[model_id] = Slot(
+                model,
+                ledger=self._ledger,
+                backend=REGISTRY[model.backend],
+                binary=binary,
+                report=self._feed,
+                shims=self._shims,
+            )
+        slot.start(options, priority)
+
+    def _engine_for(self, model: Model) -> Path:
+        binary = self._find_engine(model.backend)
+        if binary is None:
+            raise EngineMissing(
+                f"no {model.backend} is installed for model '{model.id}': "
+                f"run `model-boss engines install {model.backend}`, or set MODEL_BOSS_LLAMA_SERVER to its path"
+            )
+        return binary
+
+    def _grant(self, ticket_id: str, slot: Slot) -> None:
+        admission = self._admissions[ticket_id]
+        queue_s = time.monotonic() - admission.ticket.submitted_at_s
+        engine = slot.engine
+        assert engine is not None, f"slot {slot.model.id} was granted without an engine"
+        loaded_meanwhile = slot.ready_at_s is not None and slot.ready_at_s > admission.ticket.submitted_at_s
+        admission.grant(
+            Grant(
+                model=slot.model,
+                slot_id=slot.id,
+                node=self._node,
+                engine=engine,
+                queue_s=queue_s,
+                load_s=slot.last_load_s or 0.0 if loaded_meanwhile else 0.0,
+            )
+        )
+
+    def _close(self, admission: Admission) -> None:
+        """Called by the admission, once: the engine is free again, or the queue one shorter."""
+        ticket_id = admission.ticket.id
+        del self._admissions[ticket_id]
+        now = time.monotonic()
+        if admission.was_granted:
+            self._feed(events.Served(now, ticket_id))
+        else:
+            self._feed(events.Abandoned(now, ticket_id))
+        if not self._scheduler.waiting_count:
+            self._someone_waits.clear()
+        if not self._admissions:
+            self._nobody_here.set()
+
+    def _progress(self, ticket_id: str) -> Progress:
+        position, waiting = self._scheduler.position(ticket_id)
+        slot = self._slots.get(self._admissions[ticket_id].ticket.model_id)
+        return Progress(
+            position=position,
+            waiting=waiting,
+            state=slot.state if slot is not None else SlotState.IDLE,
+            load_fraction=slot.load_fraction if slot is not None else None,
+        )
