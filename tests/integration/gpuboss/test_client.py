@@ -1,0 +1,266 @@
+"""The client against a real keeper and store: asking, waiting, giving up, giving back, and leaving nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpuboss import errors
+from gpuboss.client import Client
+from gpuboss.leases import HOLDS_MEMORY, HolderKind, Lease, LeaseRequest, LeaseState, Snapshot, new_request_id
+from gpuboss.scripts import Script
+from gpuboss.store import Event, Store
+from tests.integration.gpuboss.keeper_harness import MIB, ROOT, LedgerUnderTest, ask, descriptors
+from tests.support import until
+
+
+@pytest.fixture
+async def client(ledger: LedgerUnderTest) -> AsyncIterator[Client]:
+    async with await Client.connect(ledger.settings, name="test") as connected:
+        yield connected
+
+
+async def test_a_free_device_is_granted_and_shown(client: Client) -> None:
+    lease = await client.acquire(ask(60 * MIB, holder="slot:robin", priority=5))
+    assert (lease.state, lease.shares, lease.position) == (LeaseState.GRANTED, {"sim0": 60 * MIB}, None)
+    snapshot = await client.snapshot()
+    (shown,) = snapshot.leases
+    assert (shown.id, shown.holder, shown.priority, shown.owner.pid) == (lease.id, "slot:robin", 5, os.getpid())
+    use = {found.device.id: found for found in snapshot.devices}
+    assert (use["sim0"].claimed_bytes, use["sim0"].free_bytes, use["sim1"].free_bytes) == (
+        60 * MIB,
+        40 * MIB,
+        100 * MIB,
+    )
+    assert use["sim0"].observed_bytes is None
+    await client.release(lease)
+    await client.release(lease)
+    assert _free(await client.snapshot()) == {"sim0": 100 * MIB, "sim1": 100 * MIB}
+
+
+async def test_a_waiter_is_woken_by_the_release(client: Client) -> None:
+    held = await client.acquire(ask())
+    queued = await client.acquire(ask())
+    assert (queued.state, queued.position, queued.fence) == (LeaseState.QUEUED, 1, None)
+    waiting = asyncio.create_task(client.wait_granted(queued))
+    await client.release(held)
+    granted = await asyncio.wait_for(waiting, 5)
+    assert granted.state is LeaseState.GRANTED
+    assert granted.fence is not None
+    assert held.fence is not None
+    assert granted.fence > held.fence
+    assert await client.wait_granted(granted) == granted, "nothing to wait for"
+
+
+async def test_what_can_never_fit_is_refused_with_the_numbers(client: Client) -> None:
+    options = ({"sim0": 200 * MIB}, {"sim0": 50 * MIB, "gpu9": 50 * MIB})
+    with pytest.raises(errors.LeaseRefused) as refused:
+        await client.acquire(LeaseRequest(new_request_id(), "slot:big", HolderKind.SLOT, options, 10))
+    for words in ("slot:big", "200MiB of sim0, which can give 100MiB", "50MiB of gpu9, which this node does not have"):
+        assert words in refused.value.message
+
+
+async def test_given_up_leases_free_their_room_and_their_place(client: Client) -> None:
+    held, queued, behind = [await client.acquire(ask()) for _ in range(3)]
+    await client.cancel(queued)
+    await client.cancel(queued)
+    await client.cancel(held)
+    assert (await asyncio.wait_for(client.wait_granted(behind), 5)).state is LeaseState.GRANTED
+    with pytest.raises(errors.StaleFence):
+        await client.wait_granted(queued)
+
+
+async def test_asking_twice_is_asking_once(client: Client) -> None:
+    request = ask(60 * MIB)
+    first, second = await asyncio.gather(client.acquire(request), client.acquire(request))
+    assert first == second
+    assert _free(await client.snapshot())["sim0"] == 40 * MIB
+
+
+async def test_a_released_request_cannot_be_asked_for_again(client: Client) -> None:
+    request = ask()
+    await client.release(await client.acquire(request))
+    with pytest.raises(errors.StaleFence):
+        await client.acquire(request)
+
+
+async def test_many_tasks_share_one_client(client: Client) -> None:
+    chance = random.Random(7)
+    most = 0
+
+    async def use(size: int, device: str) -> None:
+        nonlocal most
+        lease = await client.wait_granted(await client.acquire(ask(size, device)))
+        snapshot = await client.snapshot()
+        assert all(free >= 0 for free in _free(snapshot).values())
+        most = max(most, sum(found.state in HOLDS_MEMORY for found in snapshot.leases))
+        await client.release(lease)
+
+    jobs = [use(chance.randint(10, 60) * MIB, chance.choice(["sim0", "sim1"])) for _ in range(60)]
+    await asyncio.wait_for(asyncio.gather(*jobs), 60)
+    assert most > 2, "leases were held side by side"
+    assert not (await client.snapshot()).leases
+    assert len(client._store._links._idle) <= 8
+
+
+async def test_a_cancelled_acquire_leaves_nothing(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = asyncio.Event()
+    real = Store.call
+
+    async def slow(self: Store, script: Script, *arguments: Any, **more: Any) -> Any:
+        reply = await real(self, script, *arguments, **more)
+        if script is Script.ACQUIRE:
+            answered.set()
+            await asyncio.Event().wait()  # the answer is on its way when its asker is cancelled
+        return reply
+
+    monkeypatch.setattr(Store, "call", slow)
+    asking = asyncio.create_task(client.acquire(ask()))
+    await answered.wait()
+    assert (await client.snapshot()).leases
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await until(lambda: _is_empty(client), "the granted lease to be given back")
+
+
+async def test_without_any_wake_up_a_waiter_is_granted_by_the_tick(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[Event] = []
+    listening = asyncio.Event()
+    real = Store.read_events
+
+    async def deaf(self: Store, after: str | None, block_s: float) -> tuple[str, list[Event]]:
+        listening.set()
+        place, events = await real(self, after, block_s)
+        dropped.extend(events)
+        return place, []
+
+    monkeypatch.setattr(Store, "read_events", deaf)
+    await listening.wait()
+    held, queued = await client.acquire(ask()), await client.acquire(ask())
+    await client.release(held)
+    assert (await asyncio.wait_for(client.wait_granted(queued), 5)).state is LeaseState.GRANTED
+    assert queued.id in {event.lease_id for event in dropped}
+
+
+async def test_close_gives_up_what_waits_and_leaves_no_task_and_no_descriptor(ledger: LedgerUnderTest) -> None:
+    async with await Client.connect(ledger.settings, name="watcher") as watcher:
+        await watcher.snapshot()
+        before, tasks = descriptors(), asyncio.all_tasks()
+        client = await Client.connect(ledger.settings, name="closing")
+        await client.acquire(ask(60 * MIB))
+        queued = await client.acquire(ask(60 * MIB))
+        abandoned = asyncio.create_task(client.wait_granted(queued))
+        await asyncio.gather(*(client.snapshot() for _ in range(20)))
+        abandoned.cancel()
+        await client.close()
+        await client.close()
+        assert not (await watcher.snapshot()).leases
+        assert asyncio.all_tasks() <= tasks, asyncio.all_tasks() - tasks
+        assert descriptors() <= before
+
+
+async def test_a_closed_client_can_be_followed_by_another_loop(ledger: LedgerUnderTest) -> None:
+    def in_a_loop_of_its_own() -> int:
+        async def look() -> int:
+            async with await Client.connect(ledger.settings, name="thread") as client:
+                return len((await client.snapshot()).devices)
+
+        return asyncio.run(look())
+
+    assert await asyncio.to_thread(in_a_loop_of_its_own) == 2
+
+
+async def test_processes_share_one_queue(ledger: LedgerUnderTest, client: Client) -> None:
+    async with await Client.connect(ledger.settings, name="other") as other:
+        held = await client.acquire(ask())
+        queued = await other.acquire(ask(priority=50))
+        first = await client.acquire(ask(priority=1))
+        assert [lease.id for lease in (await other.snapshot()).leases] == [held.id, first.id, queued.id]
+        await client.release(held)
+        await client.release(await asyncio.wait_for(client.wait_granted(first), 5))
+        assert (await asyncio.wait_for(other.wait_granted(queued), 5)).state is LeaseState.GRANTED
+
+
+async def test_the_command_shows_devices_and_leases(ledger: LedgerUnderTest, client: Client) -> None:
+    await client.acquire(ask(60 * MIB, holder="job:sft-12", priority=50))
+    await client.acquire(ask(60 * MIB, holder="slot:robin"))
+    table = await asyncio.to_thread(_command, ledger, "devices")
+    assert table.splitlines()[1].split() == [
+        "sim0",
+        "sim",
+        "100MiB",
+        "0B",
+        "60MiB",
+        "-",
+        "-",
+        "40MiB",
+        "simulated",
+        "device",
+    ]
+    table = await asyncio.to_thread(_command, ledger, "ps")
+    assert "batch     granted" in table
+    assert "queued (1)" in table
+    devices = json.loads(await asyncio.to_thread(_command, ledger, "devices", "--json"))
+    assert [(found["id"], found["free_bytes"]) for found in devices] == [("sim0", 40 * MIB), ("sim1", 100 * MIB)]
+    leases = json.loads(await asyncio.to_thread(_command, ledger, "ps", "--json"))
+    assert [(found["holder"], found["state"], found["position"]) for found in leases] == [
+        ("job:sft-12", "granted", None),
+        ("slot:robin", "queued", 1),
+    ]
+
+
+async def test_the_command_says_why_it_cannot(ledger: LedgerUnderTest) -> None:
+    words = [sys.executable, "-m", "gpuboss.cli", "devices", "--state-dir", str(ledger.directory)]
+    run = await asyncio.to_thread(
+        subprocess.run,
+        words,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"GPUBOSS_DEVICES": "sim0=lots"},
+    )
+    assert run.returncode == 1
+    assert run.stderr.startswith("gpuboss: device 'sim0'")
+
+
+async def test_an_unanswered_acquire_is_given_up(ledger: LedgerUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    hasty = replace(ledger.settings.timings, renew_deadline_s=1.2)
+    async with await Client.connect(replace(ledger.settings, timings=hasty), name="test") as client:
+        real = Store.call_once
+
+        async def mute(self: Store, script: Script, *arguments: Any) -> Any:
+            reply = await real(self, script, *arguments)
+            if script is Script.ACQUIRE:
+                raise errors.StoreUnavailable("the reply was lost")
+            return reply
+
+        monkeypatch.setattr(Store, "call_once", mute)
+        with pytest.raises(errors.StoreUnavailable):
+            await client.acquire(ask())
+        await until(lambda: _is_empty(client), "the lease that nobody knows of to be given back")
+
+
+def _free(snapshot: Snapshot) -> dict[str, int]:
+    return {use.device.id: use.free_bytes for use in snapshot.devices}
+
+
+async def _is_empty(client: Client) -> bool:
+    leases: tuple[Lease, ...] = (await client.snapshot()).leases
+    return not leases
+
+
+def _command(ledger: LedgerUnderTest, *arguments: str) -> str:
+    words = [sys.executable, "-m", "gpuboss.cli", *arguments, "--state-dir", str(ledger.directory)]
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True).stdout
