@@ -77,6 +77,8 @@ class Pool:
         self._node = node
         self._shims = shims or Shims(ledger.state.ledger_path, spares=1)
         self._shutdown_s = shutdown_s
+        self._models: Mapping[str, Model] = {}
+        """Those the scheduler decides about; a reload, in a thread of its own, exchanges the registry's a bit earlier."""
         self._slots: dict[str, Slot] = {}
         self._admissions: dict[str, Admission] = {}
         self._inbox: deque[events.Event] = deque()
@@ -106,7 +108,8 @@ class Pool:
         if self._admissions:
             self._nobody_here.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._nobody_here.wait(), self._shutdown_s)
+                async with asyncio.timeout(self._shutdown_s):
+                    await self._nobody_here.wait()
         if self._ticker is not None:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -116,17 +119,21 @@ class Pool:
 
     def models_changed(self) -> None:
         """Tell the scheduler that the registry holds other models than before."""
-        self._feed(events.ModelsChanged(time.monotonic(), dict(self.registry.models)))
+        self._models = dict(self.registry.models)
+        self._feed(events.ModelsChanged(time.monotonic(), self._models))
 
     async def _tick(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._someone_waits.wait(), TICK_S)
-                await asyncio.sleep(WAITING_TICK_S)
+                async with asyncio.timeout(TICK_S):
+                    await self._someone_waits.wait()
+                    await asyncio.sleep(WAITING_TICK_S)
             try:
                 await self._read_devices()
             except GpubossError as error:
                 _log.warning("devices_unread", error=str(error))
+            except Exception:  # without ticks nobody who waits would ever be told that it was too long
+                _log.exception("devices_unread")
             self._feed(events.Tick(time.monotonic()))
 
     async def _read_devices(self) -> None:
@@ -256,7 +263,7 @@ class Pool:
                 assert_never(action)
 
     def _start(self, model_id: str, options: tuple[events.Shares, ...], priority: int) -> None:
-        model = self.registry.models[model_id]
+        model = self._models[model_id]
         try:
             binary = self._engine_for(model)
         except EngineMissing as error:

@@ -138,12 +138,14 @@ class LaunchOrder:
 
 
 class Shim:
-    """One shim process. Used by one task."""
+    """One shim process. Used by one task at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self.pid = process.pid
+        self.idle = True
+        """It waits for a launch: nothing runs under it."""
         self._process = process
         self._orders = process.stdin
         self._reports = process.stdout
@@ -169,6 +171,7 @@ class Shim:
 
     def launch(self, order: LaunchOrder) -> None:
         """Order the engine to be started; the next report says whether it was."""
+        self.idle = False
         self._send({"op": "launch", **asdict(order)})
 
     def stop(self, grace_s: float) -> None:
@@ -176,11 +179,15 @@ class Shim:
         self._send({"op": "stop", "grace_s": grace_s})
 
     async def report(self) -> Report:
-        """Wait for the next report. After `Exited` or `Lost` there is none."""
+        """Wait for the next report. After `Exited` or `Lost` there is none, unless another launch is ordered."""
         line = await self._reports.readline()
         if not line:
             return Lost(await self._process.wait())
-        return _parse(json.loads(line))
+        report = _parse(json.loads(line))
+        self.idle = isinstance(report, Refused) or (
+            isinstance(report, Exited) and report.reason is not EndReason.ORPHANED
+        )
+        return report
 
     async def close(self) -> None:
         """Let go of the shim, which ends whatever still runs, and wait until it is gone.
@@ -207,7 +214,7 @@ class Shim:
 
 
 class Shims:
-    """Gives out shims, keeps `spares` idle ones ready, and sees those off that are done. Belongs to the pool."""
+    """Gives out shims, keeps `spares` idle ones ready, and sees off what is too many. Belongs to the pool."""
 
     def __init__(self, ledger: Path, *, spares: int = 0) -> None:
         self._ledger = ledger
@@ -237,8 +244,11 @@ class Shims:
             self._watch(self._fill(), "spare-shims")
 
     def retire(self, shim: Shim) -> None:
-        """Close the shim; nobody waits for it but `close`."""
-        self._watch(shim.close(), f"shim {shim.pid} goes")
+        """Take a shim back: as a spare one if it can serve again and is wanted, else it is closed."""
+        if shim.idle and shim.alive and not self._closed and len(self._ready) < self._wanted:
+            self._ready.append(shim)
+        else:
+            self._watch(shim.close(), f"shim {shim.pid} goes")
 
     async def close(self) -> None:
         """End the spare ones, and wait until every shim that was retired is gone."""

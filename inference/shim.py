@@ -1,4 +1,4 @@
-"""Stands between the broker and one engine, so that no engine outlives its broker, whatever kills whom.
+"""Stands between the broker and an engine, so that no engine outlives its broker, whatever kills whom.
 
 Started by `process.py` with `python -I -S`, and made of the standard library and `gpuboss.node_ledger` alone, so that
 it is there quickly. It takes orders on stdin and reports on stdout, one JSON object per line:
@@ -7,11 +7,12 @@ it is there quickly. It takes orders on stdin and reports on stdout, one JSON ob
     {"op": "stop", "grace_s": 5.0}
     {"event": "started", "pid"}                          the engine runs and is in the node ledger
     {"event": "refused", "kind", "message", "settling_bytes"}   nothing runs; another launch may be ordered
-    {"event": "exited", "code", "signal", "max_rss_bytes", "reason", "message"}   the last word
+    {"event": "exited", "code", "signal", "max_rss_bytes", "reason"}    its story is over
     {"event": "wedged", "pids"}                          SIGKILL has not ended these for `WEDGED_AFTER_S`
 
 1. Before the engine is executed, its use of memory is entered in the node ledger, which may refuse it.
-2. After "exited" every descendant is dead, the ledger's row is gone and the socket is removed; then the shim ends too.
+2. After "exited" every descendant is dead, the ledger's row is gone and the socket is removed. The shim waits for the
+   next launch then: a process that is there already saves a swap the start of an interpreter.
 3. End of stdin means that the broker is dead: everything is ended (reason "orphaned"). Before a launch the shim just
    ends.
 4. `kill -9` of the shim ends the engine with it (PR_SET_PDEATHSIG), and the keeper ends what the engine had started.
@@ -54,7 +55,7 @@ _STDIN, _STDOUT, _STDERR = 0, 1, 2
 
 
 class Shim:
-    """One engine's life: ordered, started, ended, reported."""
+    """An engine's life: ordered, started, ended, reported. One engine at a time, and any number of them."""
 
     def __init__(self, ledger: str, wake: int) -> None:
         self._wake = wake
@@ -62,10 +63,14 @@ class Shim:
         self._poll.register(_STDIN, select.POLLIN)
         self._poll.register(wake, select.POLLIN)
         self._pending = b""
-        self._lease: dict[str, Any] = {}
-        self._socket = ""
         self._ledger_path = ledger
         self._ledger: NodeLedger | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Know of no engine."""
+        self._lease: dict[str, Any] = {}
+        self._socket = ""
         self._engine: int | None = None
         self._reaped: tuple[int, resource.struct_rusage] | None = None
         self._reason = "exit"
@@ -80,7 +85,7 @@ class Shim:
             self._open_ledger()
 
     def run(self) -> None:
-        """Serve orders until the engine's story is over."""
+        """Serve orders until there is nobody left to give them."""
         while True:
             ready = dict(self._poll.poll(self._patience_ms()))
             if self._wake in ready:
@@ -89,7 +94,9 @@ class Shim:
                 return
             if self._engine is not None and self._all_dead():
                 self._finish()
-                return
+                if self._reason == "orphaned":
+                    return
+                self._forget()
 
     # -- orders ----------------------------------------------------------------------------------------------------
 
@@ -107,8 +114,8 @@ class Shim:
             order = json.loads(line)
             if order["op"] == "launch":
                 self._launch(order)
-            elif not self._end("stopped", float(order["grace_s"])):
-                return False
+            else:  # without an engine it is one that crossed with "exited"
+                self._end("stopped", float(order["grace_s"]))
         return True
 
     def _launch(self, order: dict[str, Any]) -> None:
@@ -247,7 +254,6 @@ class Shim:
         with contextlib.suppress(OSError):
             os.unlink(self._socket)  # noqa: PTH108 (no pathlib here)
         self._ledger.remove(self._lease["id"], self._lease["epoch"], self._lease["seq"])
-        self._ledger.close()
         status, usage = self._reaped
         code = os.waitstatus_to_exitcode(status)
         self._report(
@@ -333,4 +339,4 @@ def main(ledger: str) -> None:
     shim = Shim(ledger, awake)
     shim.prepare()
     shim.run()
-    os._exit(0)  # nothing is left to tidy up, and the broker waits
+    os._exit(0)  # nothing is left to tidy up

@@ -87,7 +87,7 @@ class LlamaServer:
         "/metrics": _GET,
         "/props": _GET,
         "/slots": _GET,
-        "/lora-adapters": _GET | _POST,
+        "/lora-adapters": _GET,  # its POST changes the model for everybody; a request may say `lora` for itself
         "/v1/models": _GET,
         "/v1/chat/completions": _POST,
         "/v1/completions": _POST,
