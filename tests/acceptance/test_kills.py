@@ -1,0 +1,218 @@
+"""kill -9 of every kind of process under eight streaming clients: nothing is left over, nothing is lost for good.
+
+Ten kills of each kind by default; `MODEL_BOSS_KILLS=50` for the whole matrix, about a quarter of an hour; `-s` shows
+what was hit and how long things took. Three models, room for two: there is always one to load and one to evict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gpuboss.host_lock import read_owner
+from gpuboss.state_dir import StateDir
+from tests.acceptance.broker import CLAIM_MIB, Broker
+from tests.acceptance.kill_matrix import KILLS, Matrix, Tally
+from tests.acceptance.outside import Watch, alive
+from tests.acceptance.streams import Outcome, Streamers
+from tests.support import wait_until
+
+CLIENTS = 8
+MODELS = ("red", "green", "blue")
+ROOM = 2
+"""Models that fit at once."""
+KEEPER = "gpuboss.keeper"
+STORE = "valkey-server"
+ENGINES_GONE_S = 2.0
+LEASES_GONE_S = 10.0
+ANSWER_S = 5.0
+"""For the next request after a kill, which stands in line with the others; most of the time."""
+LATEST_ANSWER_S = 30.0
+"""Always, also on a machine that has other things to do."""
+ENGINE_GONE = {"engine_died", "load_failed"}
+"""What callers are told whose engine was killed while it served, or while it was loaded for them."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 + KILLS * 30)]
+
+
+@pytest.fixture(autouse=True)
+def nimble() -> Iterator[None]:
+    """Threads take turns quickly: a state that lasts some milliseconds has to be seen while streams are read."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(0.0005)
+    yield
+    sys.setswitchinterval(before_s)
+
+
+@pytest.fixture
+def subject(tmp_dir: Path, llama_server: Path, demo_models: Path) -> Iterator[Broker]:
+    room = ROOM * CLAIM_MIB + CLAIM_MIB // 2
+    subject = Broker(tmp_dir, llama_server, room_mib=room, settings={"log_level": "debug"})
+    path = shutil.copy(demo_models / "robin.gguf", tmp_dir)  # a file that changes under an engine is another test's
+    for model in MODELS:
+        subject.write_manifest(model, id=model, path=str(path), vram=f"{CLAIM_MIB}MiB", context=512)
+    try:
+        yield subject.start()
+    finally:
+        subject.stop()
+
+
+def test_kill_the_broker(subject: Broker) -> None:
+    matrix = Matrix(subject, "broker", seed=1)
+    with Watch(subject, most_engines=ROOM) as watch, Streamers(subject, MODELS, count=CLIENTS, seed=1) as streams:
+        for _ in matrix.rounds():
+            _, slots = matrix.aim()
+            assert subject.process is not None
+            killed_s = matrix.strike(subject.process.pid, slots)
+            below = [process for process in subject.processes() if not is_beside(process)]
+            subject.process.wait()
+            subject.launch()
+            engines_gone(matrix.tally, watch, below, killed_s)
+            answered(matrix.tally, subject, MODELS[matrix.tally.kills % len(MODELS)], killed_s)
+            no_lease_without_process(watch)
+        whole = [outcome for outcome in streams.outcomes() if outcome.trouble is None]
+    settled(watch, matrix.tally)
+    matrix.check()
+    assert len(whole) > matrix.tally.kills, "the broker served between its deaths"
+
+
+@pytest.mark.parametrize("target", ["engine", "shim"])
+def test_kill_below_the_broker(subject: Broker, target: str) -> None:
+    key = "pid" if target == "engine" else "shim_pid"
+    matrix = Matrix(subject, target, seed=2)
+    kills: list[tuple[float, str]] = []
+    with Watch(subject, most_engines=ROOM) as watch, Streamers(subject, MODELS, count=CLIENTS, seed=2) as streams:
+        for _ in matrix.rounds():
+            victim, slots = matrix.aim(running=key)
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it ended just now, by itself: no kill
+                below = [psutil.Process(slots[victim][name]) for name in {key, "pid"} if slots[victim][name]]
+                killed_s = matrix.strike(slots[victim][key], slots, victim)
+                kills.append((killed_s, victim))
+                engines_gone(matrix.tally, watch, below, killed_s)
+                answered(matrix.tally, subject, victim, killed_s)
+                no_lease_without_process(watch)
+    settled(watch, matrix.tally)
+    matrix.check()
+    only_victims_were_hurt(kills, streams.outcomes())
+
+
+@pytest.mark.parametrize("target", ["keeper", "store"])
+def test_kill_beside_the_broker(subject: Broker, target: str) -> None:
+    matrix = Matrix(subject, target, seed=3)
+    with Watch(subject, most_engines=ROOM) as watch, Streamers(subject, MODELS, count=CLIENTS, seed=3) as streams:
+        for _ in matrix.rounds():
+            former = pid_of(subject, target)
+            _, slots = matrix.aim()
+            killed_s = matrix.strike(former, slots)
+            unloaded = [model for model in MODELS if model not in slots or slots[model]["state"] in ("idle", "failed")]
+            answered(matrix.tally, subject, (unloaded or MODELS)[0], killed_s)
+            wait_until(lambda former=former: pid_of(subject, target) != former, f"a new {target}")
+            matrix.tally.took(f"new {target}", time.monotonic() - killed_s)
+            no_lease_without_process(watch)
+    settled(watch, matrix.tally)
+    matrix.check()
+    hurt = [outcome for outcome in streams.outcomes() if outcome.trouble is not None]
+    assert not hurt, f"the {target}'s death is nobody else's business: {hurt}"
+    flowing = [outcome for outcome in streams.outcomes() if any(map(outcome.flowed_at, matrix.tally.moments_s))]
+    assert flowing, "streams flowed across the kills"
+
+
+def engines_gone(tally: Tally, watch: Watch, below: Sequence[psutil.Process], killed_s: float) -> None:
+    """No engine below the killed process lived 2 s after the kill, not even one that a shim was just about to start."""
+    with contextlib.suppress(AssertionError):  # said below, by name
+        wait_until(lambda: not any(map(alive, below)), "what was below to end")
+    assert not list(filter(alive, below))
+    last_s = watch.last_alive_s([process.pid for process in below])
+    if last_s is not None:
+        assert tally.took("engines gone", max(0.0, last_s - killed_s)) < ENGINES_GONE_S
+
+
+def answered(tally: Tally, subject: Broker, model: str, killed_s: float) -> None:
+    """The model answers again, soon. A request that met the death itself is told so, and asks once more."""
+    body = {"model": model, "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 8}
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError):
+            status, answer = subject.post("/v1/chat/completions", body)
+            assert status == 200 or answer["error"]["code"] in ENGINE_GONE, answer
+            return status == 200
+        return False
+
+    wait_until(answers, f"{model} to answer after the kill")
+    took_s = tally.took("next answer", time.monotonic() - killed_s)
+    assert took_s < LATEST_ANSWER_S, f"{model} answered {took_s:.1f} s after the kill"
+
+
+def no_lease_without_process(watch: Watch) -> None:
+    """Nothing in the node's books or the store outlives its process by more than 10 s, and no engine lacks its row."""
+    assert not watch.longer_than(LEASES_GONE_S)
+    assert not watch.worst_s("engine without a row")
+
+
+def settled(watch: Watch, tally: Tally) -> None:
+    """The same at the end; never was more in memory than fits; and life went on at once, as a rule."""
+    with contextlib.suppress(AssertionError):  # said below, with what it is
+        wait_until(lambda: not watch.standing(), "rows and leases without a process to go", timeout_s=LEASES_GONE_S)
+    assert not watch.standing()
+    no_lease_without_process(watch)
+    for what in ("row without a process", "lease without a process"):
+        tally.took(what, watch.worst_s(what))
+    assert not watch.over_budget
+    assert watch.most_at_once == ROOM, "the room was used"
+    assert watch.looks > 100, "somebody looked"
+    assert statistics.median(tally.times_s["next answer"]) < ANSWER_S, tally
+
+
+def only_victims_were_hurt(kills: Sequence[tuple[float, str]], outcomes: Sequence[Outcome]) -> None:
+    """Streams of other models flow on; the victims' end with a word."""
+    hurt = [outcome for outcome in outcomes if outcome.trouble is not None]
+    for outcome in hurt:
+        lately = {model for killed_s, model in kills if outcome.ended_s - ENGINES_GONE_S < killed_s < outcome.ended_s}
+        assert outcome.model in lately, f"a stream broke although its engine was left alone: {outcome}"
+    assert {outcome.trouble for outcome in hurt} <= ENGINE_GONE, "no stream ends silently"
+    assert any(outcome.tokens and outcome.trouble == "engine_died" for outcome in hurt), "streams broke half-way"
+    untouched = [
+        outcome
+        for outcome in outcomes
+        for killed_s, model in kills
+        if outcome.model != model and outcome.flowed_at(killed_s)
+    ]
+    assert untouched, "streams of other models flowed across the kills"
+
+
+def is_beside(process: psutil.Process) -> bool:
+    """A keeper or a store: they outlive the broker for a while."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        command = " ".join(process.cmdline())
+        return KEEPER in command or STORE in command
+    return False
+
+
+def pid_of(subject: Broker, target: str) -> int:
+    """The keeper's by its lock file, for one that is only being started is none yet; or the store's."""
+    found: list[int] = []
+
+    def look() -> bool:
+        if target == "keeper":
+            owner = read_owner(StateDir.resolve(subject.state_dir).lock_path("keeper"))
+            found[:] = [owner.pid] if owner.pid and owner.alive else []
+            return bool(found)
+        found[:] = [process.pid for process in subject.processes() if STORE in _program(process)]
+        return bool(found)
+
+    wait_until(look, f"a living {target}")
+    return found[0]
+
+
+def _program(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return (process.cmdline() or [""])[0]
+    return ""
