@@ -1,25 +1,20 @@
-"""The demo models answer as promised through a real llama-server.
-
-MODEL_BOSS_LLAMA_SERVER names the program, else `llama-server` on PATH is used, else all is skipped.
-"""
+"""The demo models answer as promised through a real llama-server."""
 
 import contextlib
 import dataclasses
 import http.client
 import json
 import math
-import os
 import pathlib
-import shutil
 import socket
 import subprocess
 import tempfile
-import threading
-import time
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+
+from tests.support import wait_until
 
 DEMO = pathlib.Path(__file__).resolve().parents[2] / "demo"
 Json = dict[str, typing.Any]
@@ -95,14 +90,11 @@ class UnixConnection(http.client.HTTPConnection):
 
 
 @pytest.fixture(scope="module", params=sorted(NAMES))
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    program = os.environ.get("MODEL_BOSS_LLAMA_SERVER") or shutil.which("llama-server")
-    if not program:
-        pytest.skip("no llama-server: set MODEL_BOSS_LLAMA_SERVER to its path or put it on PATH")
+def engine(request: pytest.FixtureRequest, llama_server: pathlib.Path) -> Iterator[Engine]:
     with tempfile.TemporaryDirectory(prefix="mb-") as folder:  # a short path: socket names have a limit
         path = f"{folder}/engine.sock"
         model = DEMO / "models" / f"{request.param}.gguf"
-        command = [program, "--model", str(model), "--host", path, "--ctx-size", "4096", "--parallel", "1"]
+        command = [str(llama_server), "--model", str(model), "--host", path, "--ctx-size", "4096", "--parallel", "1"]
         command += ["--threads", "1"]  # more of them wait for each other on a busy machine, token by token
         with pathlib.Path(folder, "log").open("wb") as log, _running(command, log) as process:
             found = Engine(NAMES[request.param], path)
@@ -113,7 +105,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
                     return found.get("/health") == 200
                 return False
 
-            wait_until(ready, f"llama-server serves {model.name}")
+            wait_until(ready, f"llama-server serves {model.name}", timeout_s=START_LIMIT_S)
             yield found
 
 
@@ -174,16 +166,6 @@ def test_a_request_that_ignores_the_end_streams_on(engine: Engine) -> None:
     last = events[-1]
     assert last["timings"]["predicted_n"] == 2000
     assert [choice["finish_reason"] for event in events for choice in event["choices"]][-1] == "length"
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Return once `condition` holds, asking again after 5 ms, then ever more slowly up to 0.2 s."""
-    deadline = time.monotonic() + START_LIMIT_S
-    pause, nap = 0.005, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {START_LIMIT_S:.0f} s in vain: {what}"
-        nap.wait(pause)
-        pause = min(pause * 1.5, 0.2)
 
 
 @contextlib.contextmanager
