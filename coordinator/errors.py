@@ -213,6 +213,8 @@ def render(error: BaseException) -> Rendered:
         headers.append((b"retry-after", b"%d" % _retry_after_s(error, kind.retry_after_s)))
     if isinstance(error, MethodRefused):
         headers.append((b"allow", error.allow.encode()))
+    if isinstance(error, BodyTimeout):
+        headers.append((b"connection", b"close"))  # what may still come of the body is not waited for
     if isinstance(error, KeyRefused):
         headers.append((b"www-authenticate", b"Bearer"))
     return Rendered(kind.status, headers, _body(message, kind.type, kind.code, param))

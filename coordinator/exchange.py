@@ -61,7 +61,11 @@ class Exchange:
         Raises:
             BodyTooLarge, BodyTimeout, CallerGone
         """
-        message = await self.receive()
+        try:
+            async with asyncio.timeout(BODY_DEADLINE_S):
+                message = await self.receive()
+        except TimeoutError:
+            raise errors.BodyTimeout(f"the request body did not begin to arrive in {BODY_DEADLINE_S:.0f} s") from None
         if message["type"] != "http.request":
             raise CallerGone
         if message.get("more_body"):

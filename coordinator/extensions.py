@@ -19,6 +19,8 @@ from coordinator.errors import BadRequest
 from gpuboss.priority import NORMAL, parse_priority
 
 BODY_PREFIX = "x_"
+LONGEST_FIELD = 64
+"""Characters of a name or value that are looked at: a body holds millions, and to search or repeat them takes time."""
 HEADER_PREFIX = b"x-boss-"
 LONGEST_CLIENT_ID = 128
 LONGEST_STAY_WARM_S = 7 * 86400.0
@@ -65,7 +67,8 @@ def without(body: Mapping[str, object]) -> dict[str, object]:
 def _with(found: Extensions, field: str, value: object, *, shown: str) -> Extensions:
     parser = _PARSERS.get(field)
     if parser is None:
-        raise BadRequest(f"{shown} is not a field of Model Boss; {_hint(field)}", param=shown)
+        shown = shown[:LONGEST_FIELD]
+        raise BadRequest(f"{shown} is not a field of Model Boss; {_hint(field[:LONGEST_FIELD])}", param=shown)
     try:
         return parser(found, value)
     except ValueError as error:
@@ -87,7 +90,9 @@ def _client_id(found: Extensions, value: object) -> Extensions:
 
 def _priority(found: Extensions, value: object) -> Extensions:
     if not isinstance(value, str | int):
-        raise ValueError(f"priority {value!r} must be a name or a whole number")
+        raise ValueError("must be a name or a whole number")
+    if isinstance(value, str) and len(value) > LONGEST_FIELD:
+        raise ValueError(f"{value[:LONGEST_FIELD]!r}... is not a priority")
     return replace(found, priority=parse_priority(value))
 
 

@@ -7,6 +7,7 @@ look-up here; everything else goes on to FastAPI. Errors of all of them are rend
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 import time
@@ -68,8 +69,10 @@ class Front:
         except CallerGone:
             pass
         except asyncio.CancelledError:
-            # The server cancels what outlives its grace; the task ends here.
-            await exchange.fail(ShuttingDown("the broker is shutting down and did not wait any longer"))
+            # The server cancels what outlives its grace. The task ends here; nobody waits for a caller to read that.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0):
+                    await exchange.fail(ShuttingDown("the broker is shutting down and did not wait any longer"))
         except Exception as error:
             _log.exception("request_failed", path=exchange.path, request_id=exchange.request_id.decode())
             await exchange.fail(error)

@@ -94,6 +94,8 @@ class _Server(uvicorn.Server):
 
         def stop() -> None:
             if not self.started or self.should_exit:
+                for request in self.server_state.tasks:  # the pool would give them their time
+                    request.cancel()
                 task.cancel()
             self.should_exit = True
 

@@ -1,6 +1,6 @@
-"""uvicorn's HTTP protocol with limits on request heads. Used by `server.py`.
+"""uvicorn's HTTP protocol with limits on request heads and on callers who do not read. Used by `server.py`.
 
-As it comes it reads headers of any size and waits for ever for their end.
+As it comes it reads headers of any size, and waits for ever for their end and for a caller to take the answer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ HEAD_LIMIT_BYTES = 32 << 10
 HEADERS_LIMIT = 100
 HEAD_DEADLINE_S = 10.0
 """Seconds from the first byte of a request (or the connection) to the end of its headers."""
+READ_DEADLINE_S = 30.0
+"""Seconds a caller may take to read what waits for them (64 KiB); until then they keep a place of their engine."""
 
 
 class GuardedHttp(HttpToolsProtocol):
@@ -25,6 +27,7 @@ class GuardedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._in_head = True
         self._refusal: errors.CallerError | None = None
@@ -37,7 +40,18 @@ class GuardedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The caller or we closed the connection."""
         self._stop_timer()
+        self._stop_read_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """More waits to be read by the caller than is good."""
+        super().pause_writing()
+        self._read_timer = self.loop.call_later(READ_DEADLINE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The caller read on."""
+        self._stop_read_timer()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         """Bytes came: whatever of them belongs to an unfinished head is counted."""
@@ -83,6 +97,11 @@ class GuardedHttp(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
     def _head_late(self) -> None:
         if not self.transport.is_closing():

@@ -21,8 +21,6 @@ from inference.yaml_files import Document, read_document
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OURS = ("GPUBOSS_", "MODEL_BOSS_", "LLAMA_ARG_")
-_OF_THE_LEASE = frozenset({"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"})
-"""Variables that say which devices an engine sees; with others it would use memory that it has no lease on."""
 
 
 class Manifest(BaseModel):
@@ -84,8 +82,6 @@ class Manifest(BaseModel):
                 raise ValueError(f"{name!r} is not a name for an environment variable")
             if name.startswith(_OURS):
                 raise ValueError(f"{name} is set by Model Boss itself; for an engine's argument use extra_args")
-            if name in _OF_THE_LEASE:
-                raise ValueError(f"{name} is not yours to set: a model's devices are those of its lease")
             if "\0" in value:
                 raise ValueError(f"the value of {name} holds a NUL character")
         return env

@@ -78,7 +78,7 @@ class Pool:
         self._shims = shims or Shims(ledger.state.ledger_path, spares=1)
         self._shutdown_s = shutdown_s
         self._models: Mapping[str, Model] = {}
-        """Those the scheduler decides about; a reload, in a thread of its own, exchanges the registry's a bit earlier."""
+        """Those the scheduler decides about; a reload, in a thread of its own, exchanges the registry's before."""
         self._slots: dict[str, Slot] = {}
         self._admissions: dict[str, Admission] = {}
         self._inbox: deque[events.Event] = deque()

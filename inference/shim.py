@@ -329,6 +329,8 @@ def _prctl(option: int, value: int) -> None:
 
 def main(ledger: str) -> None:
     """Prepare what every order needs, then serve."""
+    # uvloop leaves children what is not marked otherwise: the ends of our own orders and reports, the broker's log.
+    os.closerange(3, 1 << 16)
     if _LINUX:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     awake, wake = os.pipe()

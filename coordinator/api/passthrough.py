@@ -1,7 +1,8 @@
 """An engine's own endpoints: `/upstream/{model}/...` as they are, `/props?model=` and `/slots?model=` by query.
 
-Called by `front.py`. A GET looks, and looking never loads a model nor keeps it warm; anything else is work for the
-engine like any inference request, and queues like one.
+Called by `front.py`. A GET looks, and looking never loads a model nor keeps it warm; a POST is work for the engine like
+any inference request, and queues like one. What is in none of the backend's `routes` does not reach an engine: it may
+have endpoints that change something for everybody, and a browser asks OPTIONS of anybody for any web page.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from urllib.parse import unquote
 
 from coordinator import extensions, request, streaming
 from coordinator.broker import Broker
-from coordinator.errors import BadRequest, NotLoaded, PathUnknown
+from coordinator.errors import BadRequest, MethodRefused, NotLoaded, PathUnknown
 from coordinator.exchange import Exchange
 from coordinator.extensions import Extensions
 from coordinator.hangup import HangUp
+from inference.backends import REGISTRY
 from inference.errors import ModelNotFound
 from inference.events import Purpose
 from inference.model import Model
@@ -44,7 +46,7 @@ class Look:
 
 
 class Upstream:
-    """Any method and path of an engine."""
+    """Every path that an engine answers itself."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -57,6 +59,7 @@ class Upstream:
         """
         asked = extensions.parse({}, exchange.scope["headers"])
         model, path = self._split(exchange.scope["raw_path"].decode("latin-1"))
+        _check_route(exchange, model, path)
         if query := exchange.scope["query_string"].decode("latin-1"):
             path = f"{path}?{query}"
         await _forward(self._broker, exchange, model, path, await exchange.body(), asked)
@@ -74,6 +77,15 @@ class Upstream:
                 except ModelNotFound as error:
                     first_error = first_error or error
         raise first_error or PathUnknown(f"{UPSTREAM_PREFIX} is followed by a model's id and a path of its engine")
+
+
+def _check_route(exchange: Exchange, model: Model, path: str) -> None:
+    methods = REGISTRY[model.backend].routes.get(path)
+    if methods is None:
+        raise PathUnknown(f"{path} is not a path that the engine of '{model.id}' ({model.backend}) may be asked for")
+    if ("GET" if exchange.method == "HEAD" else exchange.method) not in methods:
+        allow = ", ".join(sorted(methods))
+        raise MethodRefused(f"{path} of an engine takes {allow}, not {exchange.method}", allow=allow)
 
 
 async def _forward(broker: Broker, exchange: Exchange, model: Model, path: str, body: bytes, asked: Extensions) -> None:

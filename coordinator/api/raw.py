@@ -31,7 +31,7 @@ def endpoints(broker: Broker) -> tuple[RawEndpoint, ...]:
         infer("/apply-template", "The prompt that a chat becomes", _CHAT, Purpose.PEEK),
         RawEndpoint("GET", "/props", Look(broker, "/props"), "Properties of a loaded engine", by_query=True),
         RawEndpoint("GET", "/slots", Look(broker, "/slots"), "What a loaded engine works on", by_query=True),
-        RawEndpoint("POST", f"{UPSTREAM_PREFIX}{{model}}/{{path}}", Upstream(broker), "Any endpoint of an engine", {}),
+        RawEndpoint("POST", f"{UPSTREAM_PREFIX}{{model}}/{{path}}", Upstream(broker), "What its engine answers", {}),
     )
 
 

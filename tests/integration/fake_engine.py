@@ -6,6 +6,7 @@ each report. In the directory: `steps` has a line for each step run, `gate` lets
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -62,6 +63,8 @@ def order(here: Path, *, force: bool = False) -> Order:
 
 def main() -> int:
     """Build, and print what happens."""
+    # A shell that starts the tests in the background has them ignore Ctrl-C, and so would we.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def report(progress: Progress) -> None:
         print(progress.stage, progress.text, flush=True)

@@ -26,15 +26,19 @@ from tests.integration.coordinator.support import FakePool, FakeRegistry, a_mode
 
 
 def main() -> int:
-    state_dir, host, port, *slow = sys.argv[1:]
+    state_dir, host, port, *how = sys.argv[1:]
 
     @asynccontextmanager
     async def open_pool() -> AsyncIterator[Any]:
         print("starting", flush=True)
-        await asyncio.sleep(60 if slow else 0)
-        yield FakePool(
+        await asyncio.sleep(60 if "slow" in how else 0)
+        pool = FakePool(
             FakeRegistry(a_model("robin")), EngineClient(Path("/nonexistent"), "k", name="robin"), holding=True
         )
+        yield pool
+        print("pool ends", flush=True)
+        while "patient" in how and pool.open_tickets:  # noqa: ASYNC110 (the fake tells nobody)
+            await asyncio.sleep(0.01)
         print("pool ended", flush=True)
 
     def create_app(settings: Settings) -> FastAPI:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from yarl import URL
 
 from inference import errors
 from inference.engine_log import log_path
@@ -166,6 +167,34 @@ async def test_upstream_streams(tmp_dir: Path) -> None:
         broker.engine.script = events(b"1", b"2")
         response = await broker.http.post(f"{broker.url}/upstream/robin/v1/messages", json={})
         assert await response.read() == b"data: 1\n\ndata: 2\n\n"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("OPTIONS", "/v1/chat/completions", 405),  # a browser asks so for any web page
+        ("DELETE", "/v1/chat/completions", 405),
+        ("POST", "/props", 405),
+        ("POST", "/lora-adapters", 405),
+        ("POST", "/%70rops", 404),
+        ("POST", "/slots/0?action=save", 404),
+        ("GET", "/tools", 404),
+    ],
+)
+async def test_upstream_is_for_the_backends_routes_alone(tmp_dir: Path, method: str, path: str, status: int) -> None:
+    """Whatever else an engine offers could change something for everybody, or load a model for nothing."""
+    async with serving(tmp_dir) as broker:
+        response = await broker.http.request(method, URL(f"{broker.url}/upstream/robin{path}", encoded=True))
+        assert response.status == status
+        assert not broker.pool.tickets
+        assert not broker.engine.asked
+
+
+async def test_a_query_of_many_fields_is_read(tmp_dir: Path) -> None:
+    async with serving(tmp_dir) as broker:
+        broker.engine.script = reply({})
+        many = "&".join(f"f{number}=1" for number in range(100))
+        assert (await broker.http.get(f"{broker.url}/props?{many}&model=robin")).status == 200
 
 
 @pytest.mark.parametrize(("path", "code"), [("/upstream/none/x", "model_not_found"), ("/upstream/robin", "not_found")])

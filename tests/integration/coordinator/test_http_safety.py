@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from coordinator import logs, wire
-from tests.integration.coordinator.support import Serving, serving
+from tests.integration.coordinator.support import EVENTS_HEAD, Asked, Serving, chunk, serving
+from tests.support import until
 
 BODY = {"model": "robin", "messages": []}
 
@@ -99,6 +102,28 @@ async def test_headers_that_never_end_are_cut_off(tmp_dir: Path, monkeypatch: py
     monkeypatch.setattr(wire, "HEAD_DEADLINE_S", 0.1)
     async with serving(tmp_dir) as broker:
         assert await _raw(broker, b"GET /health HTTP/1.1\r\nHost: local") == b""
+
+
+async def test_a_caller_who_does_not_read_loses_the_place_at_the_engine(
+    tmp_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "READ_DEADLINE_S", 0.1)
+
+    async def endless(_: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(EVENTS_HEAD)
+        with suppress(ConnectionError):
+            while True:
+                writer.write(chunk(b"data: " + b"x" * 65536 + b"\n\n"))
+                await writer.drain()
+
+    async with serving(tmp_dir) as broker:
+        broker.engine.script = endless
+        body = b'{"model": "robin", "stream": true}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        host, port = broker.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as caller:
+            caller.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            await until(lambda: broker.pool.closed, "the place at the engine is free again")
 
 
 async def test_what_is_not_http_is_refused_in_the_usual_shape(tmp_dir: Path) -> None:

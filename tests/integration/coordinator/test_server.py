@@ -99,6 +99,23 @@ def test_callers_who_wait_do_not_hold_up_the_end_for_ever(start: Start) -> None:
         assert broker.wait(10) in (0, 130)
 
 
+def test_a_second_signal_ends_what_the_pool_would_wait_for(start: Start) -> None:
+    port = _free_port()
+    broker = start(port, "patient")
+    _line(broker, "Model Boss")
+    with socket.create_connection(("127.0.0.1", port)) as caller:
+        body = b'{"model": "robin"}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        caller.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/queue", timeout=5) as answer:
+            assert len(json.load(answer)["queue"]) == 1
+        broker.send_signal(signal.SIGTERM)
+        _line(broker, "pool ends")
+        broker.send_signal(signal.SIGTERM)
+        assert broker.wait(5) == 130
+        assert b"shutting_down" in caller.recv(65536)
+
+
 def test_a_signal_while_it_starts_ends_it(start: Start) -> None:
     broker = start(_free_port(), "slow")
     _line(broker, "starting")

@@ -71,12 +71,19 @@ def test_it_is_the_same_on_the_loop_that_the_broker_uses(kit: Kit) -> None:
         assert carriers(order.lease.id) == []
         pid = await started(shim, order)
         assert carriers(order.lease.id) == [pid]
+        if sys.platform == "linux":  # uvloop closes nothing: the broker's log, the shim's orders and reports
+            assert psutil.Process(pid).num_fds() == 3
         shim.stop(0.0)
         assert isinstance(await shim.report(), Exited)
         await shim.close()
         assert carriers(order.lease.id) == []
 
-    uvloop.run(scenario())
+    inherited = os.open(os.devnull, os.O_RDONLY)
+    os.set_inheritable(inherited, True)
+    try:
+        uvloop.run(scenario())
+    finally:
+        os.close(inherited)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,16 @@ async def test_a_body_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatc
         await Server(_part(b"ab", True)).exchange().body()
 
 
+async def test_a_body_of_which_nothing_comes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "BODY_DEADLINE_S", 0.02)
+    server = Server()
+    asked = server.exchange()
+    with pytest.raises(errors.BodyTimeout) as late:
+        await asked.body()
+    await asked.fail(late.value)
+    assert (b"connection", b"close") in server.sent[0]["headers"], "or the caller could drip it for ever"
+
+
 async def test_a_body_announced_as_too_large_is_not_waited_for() -> None:
     announced = (b"content-length", str(exchange.BODY_LIMIT_BYTES + 1).encode())
     with pytest.raises(errors.BodyTooLarge, match=str(exchange.BODY_LIMIT_BYTES)):
