@@ -18,7 +18,16 @@ from redis.asyncio.connection import AbstractConnection, parse_url
 
 __all__ = ["LOST", "Link", "LinkPool"]
 
+
+class Unwilling(redis_errors.ResponseError):
+    """The server answers, and takes no writes at present: its disk or memory is full, or a script keeps it busy."""
+
+
+_UNWILLING = ("MISCONF", "OOM", "BUSY", "NOREPLICAS")
+"""First words of such answers. redis-py gives most of them no class of their own."""
 LOST = (
+    Unwilling,
+    redis_errors.OutOfMemoryError,
     redis_errors.ConnectionError,  # also: the server loads its file
     redis_errors.TimeoutError,
     redis_errors.ReadOnlyError,
@@ -46,7 +55,12 @@ class Link:
         # Not redis-py's own timeout, which can swallow a cancellation: `asyncio.wait_for` of Python 3.11 does.
         async with asyncio.timeout(within_s):
             await self.connection.send_command(*command)
-            return await self.connection.read_response()
+            try:
+                return await self.connection.read_response()
+            except redis_errors.ResponseError as error:
+                if str(error).startswith(_UNWILLING):
+                    raise Unwilling(str(error)) from error
+                raise
 
     async def close(self) -> None:
         """Close the socket."""

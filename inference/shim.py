@@ -65,6 +65,8 @@ class Shim:
         self._pending = b""
         self._ledger_path = ledger
         self._ledger: NodeLedger | None = None
+        self._leaving = False
+        """Nobody will give another order."""
         self._forget()
 
     def _forget(self) -> None:
@@ -94,7 +96,7 @@ class Shim:
                 return
             if self._engine is not None and self._all_dead():
                 self._finish()
-                if self._reason == "orphaned":
+                if self._leaving:
                     return
                 self._forget()
 
@@ -192,6 +194,8 @@ class Shim:
 
     def _end(self, reason: str, grace_s: float) -> bool:
         """Begin to end the engine, or hasten an end under way; False when there is none."""
+        # Also when the engine is being stopped already: that is then the reason for its end, and not for ours.
+        self._leaving = self._leaving or reason == "orphaned"
         if self._engine is None:
             return False
         if self._kill_at_s is None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.acceptance.broker import Broker, broker
+from tests.support import wait_until
 
 ASK = {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 48, "temperature": 0}
 
@@ -199,3 +202,24 @@ def test_a_dead_engine_is_an_error_and_the_next_request_works(subject: Broker) -
     subject.ask("wren")
     os.kill(subject.slots()["wren"]["pid"], signal.SIGKILL)
     assert "Wren" in subject.ask("wren")
+
+
+def test_the_disk_fills_up_while_serving(
+    mounted: Callable[[str], Path], tmp_dir: Path, llama_server: Path, demo_models: Path
+) -> None:
+    """What is loaded serves on; a swap waits, for no memory is given back unwritten; all is well once there is room."""
+    state = mounted("size=24m")
+    with broker(tmp_dir, llama_server, demo=demo_models) as running, ThreadPoolExecutor(1) as other:
+        assert "Robin" in running.ask("robin")
+        filler = state / "filler"
+        with filler.open("wb") as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"x" * (64 << 10))
+                file.flush()
+        assert "Robin" in running.ask("robin"), "a loaded model needs no disk"
+        swap = other.submit(running.ask, "wren")
+        wait_until(lambda: running.slots()["robin"]["state"] != "ready", "the swap to begin")
+        wait_until(lambda: running.get("/health")[0] == 503, "the broker to say that its store takes nothing")
+        filler.unlink()
+        assert "Wren" in swap.result(60)
+        assert "Robin" in running.ask("robin")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -27,6 +28,17 @@ from tests.support import until, wait_until
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 SLEEP = "import time; time.sleep(600)"
+DEAF = """
+import signal, sys, time
+def say(word):
+    with open(sys.argv[1], "w") as file:
+        file.write(word)
+signal.signal(signal.SIGTERM, lambda *_: say("told"))
+say("ready")
+while True:
+    time.sleep(600)
+"""
+"""Writes down that it was told to end, and goes on."""
 
 
 @pytest.fixture
@@ -218,6 +230,27 @@ async def test_the_end_of_its_orders_ends_the_engine(kit: Kit, moment: str) -> N
     if moment == "when started":
         assert isinstance(await shim.report(), Started)
     await shim.close()
+    assert not carriers(order.lease.id)
+    assert kit.rows() == []
+
+
+@pytest.mark.parametrize("by", ["the end of its orders", "SIGTERM"])
+async def test_a_shim_told_to_go_while_it_stops_its_engine_goes_too(kit: Kit, by: str) -> None:
+    shim = await Shim.spawn(kit.ledger)
+    words = kit.root / "words"
+    order = kit.order(DEAF, str(words))
+    await started(shim, order)
+    await until(lambda: words.exists() and words.read_text() == "ready", "the engine to be deaf")
+    shim.stop(1.0)
+    await until(lambda: words.read_text() == "told", "the stop to be under way")
+    if by == "SIGTERM":
+        os.kill(shim.pid, signal.SIGTERM)
+        report = await shim.report()
+        assert isinstance(report, Exited)
+        assert report.reason is EndReason.STOPPED
+        assert await asyncio.wait_for(shim.report(), 5) == Lost(0)
+    await shim.close()
+    assert await shim.report() == Lost(0), "it had not to be killed"
     assert not carriers(order.lease.id)
     assert kit.rows() == []
 
