@@ -17,7 +17,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 _SECRET = re.compile(r"authorization|api_?key|secret|password|prompt|messages|content|image", re.IGNORECASE)
 _BEARER = re.compile(r"(?i)\b(bearer\s+)\S+")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
-_QUIET = ("uvicorn.error", "uvicorn.access", "asyncio")
+_QUIET = ("uvicorn.error", "uvicorn.access", "asyncio", "watchfiles.main")
 """Loggers whose information is of no use to an operator."""
 
 

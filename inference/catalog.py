@@ -57,7 +57,7 @@ class _Build:
         self._manifests: dict[Path, tuple[Manifest, Document]] = {}
         self._found: dict[str, Found] = {}
         self._taken: set[str] = set()
-        """Files that a manifest speaks for, links resolved."""
+        """Files that a manifest serves, links resolved."""
 
     def run(self) -> Catalog:
         self._find()
@@ -130,7 +130,8 @@ class _Build:
         self._models[model.id] = model
         self._problems += made.problems
         self._warnings += made.warnings
-        self._taken.add(os.path.realpath(model.path))
+        if model.problem is None:  # a slip in a manifest must not take away what its file was served as without it
+            self._taken.add(os.path.realpath(model.path))
 
     def _add_broken(self, path: Path, error: BadInput) -> None:
         """A manifest without a former version: its model is listed with what is wrong, so that nobody has to search."""

@@ -208,8 +208,12 @@ class Pool:
         return self._ledger.store_up
 
     def slots(self) -> Mapping[str, Slot]:
-        """The slots that exist, by model id."""
-        return self._slots
+        """The slots by model id; of a model that is known no more, only while it holds memory."""
+        return {
+            model_id: slot
+            for model_id, slot in self._slots.items()
+            if model_id in self._models or slot.state in HOLDS_MEMORY
+        }
 
     def in_flight(self, model_id: str) -> int:
         """Requests the model's engine works on now."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 from collections.abc import Callable
 
 from inference.registry import Changes, Registry
@@ -34,7 +35,8 @@ async def watch(registry: Registry, report: Callable[[Changes], None]) -> None:
 
     changes = awatch(
         *folders,
-        watch_filter=lambda _, path: path.lower().endswith(_ENDINGS),
+        # A new folder too: what is put into it at once comes before anybody watches it.
+        watch_filter=lambda _, path: path.lower().endswith(_ENDINGS) or os.path.isdir(path),  # noqa: PTH112 (a text)
         debounce=SETTLE_MS,
         step=STEP_MS,
         ignore_permission_denied=True,

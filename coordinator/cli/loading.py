@@ -32,7 +32,7 @@ def load(model: ModelArgument, url: UrlOption = None, config: ConfigOption = Non
 
 
 def unload(model: ModelArgument, url: UrlOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
-    """Take a model out of memory; its requests in flight finish first."""
+    """Take a model out of memory; its requests in flight finish first, those that wait for it are refused."""
     answer = _wish(connect(url, config), model, "unload", f"unloading {model}")
     if json:
         print_json(answer)

@@ -16,7 +16,8 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on. [default: 8210]")] = None,
     models_dir: Annotated[
-        list[Path] | None, typer.Option(help="Folder with GGUF files; may be given several times.")
+        list[Path] | None,
+        typer.Option(help="Folder with GGUF files; may be given several times.", exists=True, file_okay=False),
     ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where leases and logs are kept.")] = None,
     device: Annotated[

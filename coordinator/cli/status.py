@@ -38,6 +38,8 @@ def ps(url: UrlOption = None, config: ConfigOption = None, json: JsonOption = Fa
         print_table(("model", "state", "devices", ">claimed", ">in flight", ">waiting", ">pid"), rows)
     else:
         typer.echo("no model is loaded; a request that names one loads it (`model-boss models` lists them)")
+    if queue:
+        print_table((">place", "waits for", "priority", "client", ">seconds"), map(_ticket_row, queue))
     if devices["devices"]:
         print_table((">device", ">total", ">claimed", ">others", ">free"), map(_device_row, devices["devices"]))
 
@@ -106,7 +108,7 @@ def _slot_rows(slots: list[dict[str, Any]], queue: list[dict[str, Any]]) -> list
         rows.append(
             (
                 slot["model"],
-                _state(slot),
+                "waiting" if slot["state"] == "idle" else _state(slot),
                 " ".join(slot["devices"]) or "-",
                 format_bytes(claimed) if claimed else "-",
                 str(slot["in_flight"]),
@@ -115,12 +117,17 @@ def _slot_rows(slots: list[dict[str, Any]], queue: list[dict[str, Any]]) -> list
             )
         )
     # Models that are waited for and have no slot yet.
-    return rows + [(model, "idle", "-", "-", "0", str(count), "-") for model, count in waiting.items()]
+    return rows + [(model, "waiting", "-", "-", "0", str(count), "-") for model, count in waiting.items()]
 
 
 def _state(slot: dict[str, Any]) -> str:
     fraction = slot.get("load_fraction")
     return f"{slot['state']} {fraction:.0%}" if fraction is not None and slot["state"] == "loading" else slot["state"]
+
+
+def _ticket_row(ticket: dict[str, Any]) -> tuple[str, ...]:
+    client = ticket["client_id"] or "-"
+    return (str(ticket["position"]), ticket["model"], str(ticket["priority"]), client, f"{ticket['waited_s']:.1f}")
 
 
 def _device_row(device: dict[str, Any]) -> tuple[str, ...]:

@@ -80,10 +80,12 @@ def lines(result: Any) -> list[list[str]]:
 
 
 def test_ps_shows_what_is_loaded_what_is_waited_for_and_the_devices(broker: FakeBroker) -> None:
-    header, robin, wren, device_header, device = lines(call("ps", "--url", broker.url))
+    header, robin, wren, queue_header, ticket, device_header, device = lines(call("ps", "--url", broker.url))
     assert header == ["model", "state", "devices", "claimed", "in flight", "waiting", "pid"]
     assert robin == ["robin", "ready", "sim0", "5GiB", "2", "0", "4711"]
-    assert wren == ["wren", "idle", "-", "-", "0", "1", "-"], "waited for, and without a slot yet"
+    assert wren == ["wren", "waiting", "-", "-", "0", "1", "-"], "waited for, and without a slot yet"
+    assert queue_header == ["place", "waits for", "priority", "client", "seconds"]
+    assert ticket[:2] == ["1", "wren"]
     assert device_header == ["device", "total", "claimed", "others", "free"]
     assert device == ["sim0", "8GiB", "5GiB", "1GiB", "2GiB"]
 
