@@ -157,7 +157,8 @@ async def test_sigkill_follows_when_the_grace_is_over_or_cut_short(kit: Kit, shi
 
 
 async def test_what_a_dead_engine_leaves_behind_is_ended_too(kit: Kit, shim: Shim) -> None:
-    leaves_a_daemon = STUBBORN.replace("os.wait()\n", "os.wait()\nsys.exit(0)\n")
+    at_work = "while not os.path.exists(sys.argv[1]) or not os.path.getsize(sys.argv[1]): time.sleep(0.01)"
+    leaves_a_daemon = STUBBORN.replace("os.wait()\n", f"os.wait()\n{at_work}\nsys.exit(0)\n")
     order = kit.order(leaves_a_daemon, str(kit.root / "pids"))
     await started(shim, order)
     report = await shim.report()
