@@ -47,7 +47,7 @@ class Client:
         self._node = link.welcome.node
         self._owner = ProcessIdentity.current()
         self._room = WaitingRoom(store, link.welcome.timings)
-        link.on_epoch = self._room.hurry
+        link.on_epoch = self._hurry
         self._serving: asyncio.Task[None] | None = None
 
     @classmethod
@@ -178,6 +178,10 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    def _hurry(self) -> None:
+        self._store.hurry()
+        self._room.hurry()
 
     def _outcome(self, asking: Asking) -> Lease:
         """The lease as it stands, unless it is over."""

@@ -8,6 +8,7 @@ over.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -54,6 +55,12 @@ class Store:
         self._timings = timings
         self._links = LinkPool(url)
         self._blocked: Link | None = None
+        self._returned = asyncio.Event()
+
+    def hurry(self) -> None:
+        """The store is said to be back: calls that pause between two tries go on at once."""
+        self._returned.set()
+        self._returned = asyncio.Event()
 
     async def call(self, script: Script, arguments: Reply | None = None, *, within_s: float | None = None) -> Reply:
         """Run a script and return its reply, whose status is `ok`, `refused`, `stale` or `over`.
@@ -70,7 +77,10 @@ class Store:
             except (errors.StoreUnavailable, errors.NoEpoch):
                 if time.monotonic() + pause_s > deadline:
                     raise
-            await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))  # noqa: S311 (spreads retries, guards nothing)
+            with contextlib.suppress(TimeoutError):
+                # The spread of retries guards nothing.
+                async with asyncio.timeout(pause_s * random.uniform(0.8, 1.2)):  # noqa: S311
+                    await self._returned.wait()
             pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
 
     async def call_once(self, script: Script, arguments: Reply | None = None) -> Reply:
