@@ -9,6 +9,8 @@ leases.
     {gb:<pool>}:held        set     leases that hold memory                            shrinks as leases end
     {gb:<pool>}:deadlines   zset    clock in ms -> lease                               shrinks as leases end
     {gb:<pool>}:events      stream  what happened to which lease                       about 10,000 entries
+    {gb:<pool>}:details     hash    node -> JSON of what is only shown of its devices  for ever
+    {gb:<pool>}:wants       zset    bytes a waiter needs at least -> <y|n>:<lease>     shrinks as waiters leave
     {gb:<pool>}:lease:<id>  hash    one lease                                          10 min after it is over
 """
 
@@ -57,6 +59,8 @@ class PoolKeys:
             self._key("held"),
             self._key("deadlines"),
             self.events,
+            self._key("details"),
+            self._key("wants"),
         )
 
     def _key(self, name: str) -> str:

@@ -7,23 +7,30 @@ talks to anybody.
 from __future__ import annotations
 
 import enum
+import math
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpuboss.devices import Device
 from gpuboss.identity import ProcessIdentity
 from gpuboss.priority import LEAST_IMPORTANT
 
 __all__ = [
+    "GRACE_S",
     "HOLDS_MEMORY",
+    "LONGEST_GRACE_S",
+    "LONGEST_TTL_S",
     "OVER",
+    "SHORTEST_TTL_S",
     "DeviceUse",
     "Fence",
+    "ForeignUse",
     "HolderKind",
     "Lease",
     "LeaseRequest",
     "LeaseState",
+    "Notice",
     "Shares",
     "Snapshot",
     "new_request_id",
@@ -31,6 +38,15 @@ __all__ = [
 
 Shares = Mapping[str, int]
 """Device id -> bytes."""
+
+GRACE_S = 30.0
+"""From the notice to yield until a holder is ended, unless it asked for another time."""
+LONGEST_GRACE_S = 86_400.0
+"""Nobody keeps a more important waiter longer than a day."""
+SHORTEST_TTL_S = 1.0
+"""A holder that must renew its lease itself gets at least this long; the store's clock is looked at once a second."""
+LONGEST_TTL_S = 86_400.0
+"""A lease that only its holder's word renews does not outlive it by more than a day."""
 
 
 class LeaseState(enum.StrEnum):
@@ -92,6 +108,15 @@ class LeaseRequest:
     """Alternatives, best first: the first that fits is granted, on all its devices or on none."""
     priority: int
     """0-1000; lower is more important."""
+    preemptible: bool = field(default=False, kw_only=True)
+    """Whether a more important waiter may have it: its holder is told to yield, and ended when the grace is over."""
+    grace_s: float = field(default=GRACE_S, kw_only=True)
+    """From the notice to yield until its holder is ended."""
+    ttl_s: float | None = field(default=None, kw_only=True)
+    """None: the node's keeper renews it while its holder lives. A number: its holder must renew it that often (an HTTP
+    lease without a pid), and its expiry frees it; nothing is killed, and what is still used then is foreign."""
+    adopts: Shares = field(default_factory=dict, kw_only=True)
+    """Bytes that its future holder uses already, and that count as foreign until then: available to this request."""
 
     def __post_init__(self) -> None:
         """Refuse with ValueError what could not be granted in any store."""
@@ -105,6 +130,34 @@ class LeaseRequest:
             for device, size in option.items():
                 if size <= 0:
                     raise ValueError(f"{self.holder}: {size} bytes of {device} is no share; leave the device out")
+        if any(size < 0 for size in self.adopts.values()):
+            raise ValueError(f"{self.holder}: adopts less than nothing: {dict(self.adopts)}")
+        if not (math.isfinite(self.grace_s) and 0 <= self.grace_s <= LONGEST_GRACE_S):
+            raise ValueError(f"{self.holder}: a grace of {self.grace_s} s is outside 0-{LONGEST_GRACE_S:.0f} s")
+        if self.ttl_s is not None and not SHORTEST_TTL_S <= self.ttl_s <= LONGEST_TTL_S:
+            wanted = f"{SHORTEST_TTL_S:.0f}-{LONGEST_TTL_S:.0f} s"
+            raise ValueError(f"{self.holder}: a time to live of {self.ttl_s} s is outside {wanted}")
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A holder was told to yield its memory."""
+
+    by: str
+    """Id of the lease that waits for the memory; empty when a person asked."""
+    holder: str
+    """Who wants it, e.g. "job:sft-12"."""
+    priority: int
+    """The priority of who wants it."""
+    since_ms: int
+    """Wall clock of the store, in ms since 1970, at which it was given."""
+    left_s: float
+    """Until its holder is ended; negative once the grace is over."""
+    acknowledged: bool
+    """Whether the holder has heard it and is yielding. From then on it is not taken back."""
+    outranks: bool = True
+    """Who wants it is more important, or as important and let the holder pass: the holder yields busy or not. Else,
+    which happens to slots only, it yields when it is idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +181,35 @@ class Lease:
     """The process that asked."""
     since_ms: int
     """Wall clock of the store, in ms since 1970, at which it entered this state."""
+    preemptible: bool = False
+    """Whether a more important waiter may have it."""
+    grace_s: float = GRACE_S
+    """From the notice to yield until its holder is ended."""
+    ttl_s: float | None = None
+    """How often its holder must renew it; None where the node's keeper does that."""
+    order: int = 0
+    """Its place among those of the same priority: a lower one asked earlier. It keeps it for life."""
+    notice: Notice | None = None
+    """Its holder was told to yield."""
+    why: str = ""
+    """Why it was refused, with numbers; empty otherwise."""
+    node: str = ""
+    """The node that asked, by its name in the store."""
+    revision: int = 0
+    """How often it was resized. The store resizes a holder only for who knows the last of them."""
+    reason: str = ""
+    """Why it was freed without being given back: "expired" or "preempted" (one that its holder had to renew)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignUse:
+    """A process that uses a device without a lease."""
+
+    pid: int
+    name: str
+    """What the system calls it; empty where it does not say."""
+    bytes: int | None
+    """None where the driver does not tell per process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +227,12 @@ class DeviceUse:
     """In use by holders beyond or after their leases."""
     free_bytes: int
     """Effective free: what can be granted now; negative when more is in use than may be."""
+    quarantined_bytes: int = 0
+    """The part of `residual_bytes` that ended holders had and the driver did not give back: never granted."""
+    foreign_pids: tuple[ForeignUse, ...] = ()
+    """Whose the foreign bytes are, largest first, as far as the driver tells."""
+    unread_s: float | None = None
+    """How old the last reading is where the driver does not answer any more, and it stands; None where all is well."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
--- The first part of every script: arguments, clock, leases, books, queue.
+-- The first part of every script: arguments, clock, leases. `_books.lua` follows it, then, as `queue()`, what has to do with
+-- those who wait: `_notices.lua` and `_queue.lua` (see gpuboss/scripts.py).
 --
--- KEYS     1 meta, 2 nodes, 3 queue, 4 held, 5 deadlines, 6 events (gpuboss/keys.py)
+-- KEYS     1 meta, 2 nodes, 3 queue, 4 held, 5 deadlines, 6 events, 7 details, 8 wants (gpuboss/keys.py)
 -- ARGV[1]  JSON object. Always: lease_prefix, run_id (of the connection that sends the script), ttl_ms.
 --          Optional: now (ms; a test's clock instead of the server's).
 -- Reply    JSON object. Always: status; epoch where there is one. Statuses:
@@ -8,25 +9,50 @@
 --            noepoch   the store lives under another run id than it was synced with; nothing changed
 --            unsynced  a node that the request names has not synced in this epoch; nothing changed
 --            schema    the store holds another schema; nothing changed
---            refused, stale: see the script
+--            refused, stale, over: see the script
+--          A lease is shown as a view:
+--            id, state, since_ms (server's clock); what was asked: holder, kind, priority, node, owner (JSON text),
+--            preemptible, grace_ms, lease_ttl_ms (0: its node's keeper renews it), order
+--            epoch, seq, shares (JSON text {device: bytes}), revision (how often it was resized): once granted
+--            position (1-based, while queued), why (JSON text of the shortage, when refused), reason (expired, preempted)
+--            notice, while its holder shall yield: {by (id of a waiter; '': a person), holder, priority, since_ms, left_ms,
+--              acked, outranks (else a slot need not yield before it is idle)}
+--          Of a lease that the store knows only to be over, a view has nothing but id, state and since_ms.
 --
 -- Numbers stay below 2^53; what may reach 10^14 is never put through cjson as a number, which would round it.
 
-local META, NODES, QUEUE, HELD, DEADLINES, EVENTS = unpack(KEYS)
-local SCHEMA = '1'
+local META, NODES, QUEUE, HELD, DEADLINES, EVENTS, DETAILS, WANTS = unpack(KEYS)
+local SCHEMA = '2'
 local TOMBSTONE_MS = 600000
 local MAX_CLOCK_STEP_MS = 2000
 local EVENTS_KEPT = 10000
+-- How long memory that was given up for a waiter is kept for it alone: a driver takes its time to show it free.
+local KEPT_MS = 20000
+local GRACE_MS = 30000
+-- How long a broker's slot waits for room among the broker's own slots before the ledger tells others to yield to it.
+local OWN_FIRST_MS = 10000
+local HOLDS = {granted = true, active = true, ending = true}
 local OVER = {freed = true, refused = true, cancelled = true}
 
 local args = cjson.decode(ARGV[1])
 local meta = {}
 
+local function yes(flag)
+  return flag and '1' or '0'
+end
+
 local function whole(number)
   return string.format('%.0f', number)
 end
 
+-- What the store remembers of itself is written before anything that rests on it, and at the end.
+local function write_meta(...)
+  redis.call('HSET', META, 'clock', whole(meta.now), 'seen', whole(meta.server), ...)
+  meta.is_written = true
+end
+
 local function reply(status, fields)
+  if meta.is_entered and not meta.is_written then write_meta() end
   fields = fields or {}
   fields.status = status
   fields.epoch = meta.epoch
@@ -43,19 +69,15 @@ local function read_clock()
     local time = redis.call('TIME')
     server = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
   end
-  local found = redis.call('HMGET', META, 'schema', 'run_id', 'epoch', 'clock', 'seen')
+  local found = redis.call('HMGET', META, 'schema', 'run_id', 'epoch', 'clock', 'seen', 'seq', 'order')
   meta.schema, meta.run_id, meta.epoch = found[1], found[2], tonumber(found[3])
-  meta.server = server
+  meta.server, meta.seq, meta.order = server, tonumber(found[6] or 0), tonumber(found[7] or 0)
   if found[4] then
     local step = math.min(math.max(server - tonumber(found[5]), 0), MAX_CLOCK_STEP_MS)
     meta.now = tonumber(found[4]) + step
   else
     meta.now = server
   end
-end
-
-local function write_clock()
-  redis.call('HSET', META, 'clock', whole(meta.now), 'seen', whole(meta.server))
 end
 
 -- Refuses, by a reply to return, a store that this connection's node did not sync with.
@@ -68,13 +90,33 @@ local function enter()
     meta.epoch = nil
     return reply('noepoch')
   end
-  write_clock()
+  meta.is_entered = true
 end
 
 -- Leases ------------------------------------------------------------------------------------------------------------
 
 local function lease_key(id)
   return args.lease_prefix .. id
+end
+
+local function put_lease(id, lease)
+  local flat, count = {}, 0
+  for name, value in pairs(lease) do
+    flat[count + 1], flat[count + 2] = name, value
+    count = count + 2
+  end
+  redis.call('HSET', lease_key(id), unpack(flat))
+end
+
+-- What is to be known of a lease that is about to end.
+local function load_for_end(id)
+  local found = redis.call('HMGET', lease_key(id), 'state', 'epoch', 'seq', 'order', 'holder', 'node', 'preemptible',
+    'observed', 'notice_by', 'notice_at', 'settles', 'shares')
+  return {
+    state = found[1] or nil, epoch = found[2] or nil, seq = found[3] or nil, order = found[4] or nil,
+    holder = found[5] or nil, node = found[6] or nil, preemptible = found[7] or nil, observed = found[8] or nil,
+    notice_by = found[9] or nil, notice_at = found[10] or nil, settles = found[11] or nil, shares = found[12] or nil,
+  }
 end
 
 local function load_lease(id)
@@ -94,23 +136,62 @@ local function waiter_of(member)
   return string.sub(member, 17)
 end
 
-local function view_of(id, lease)
-  local rank = lease.state == 'queued' and redis.call('ZRANK', QUEUE, queue_member(id, lease))
+-- Beside its place in the queue stands how much it needs at least, and whether it yields to those before it: what is enough
+-- to leave most waiters of a long queue alone.
+local function wants_member(id, preemptible)
+  return (preemptible and 'y:' or 'n:') .. id
+end
+
+local function leave_queue(id, lease)
+  redis.call('ZREM', QUEUE, queue_member(id, lease))
+  redis.call('ZREM', WANTS, wants_member(id, lease.preemptible == '1'))
+end
+
+local function grace_of(lease)
+  return tonumber(lease.notice_grace or lease.grace_ms or GRACE_MS)
+end
+
+-- The ledger's own clock may lie behind the server's; what people are shown is the server's.
+local function notice_of(lease)
+  if not lease.notice_at or not HOLDS[lease.state] then return nil end
+  local age = meta.now - tonumber(lease.notice_at)
   return {
-    id = id, holder = lease.holder, kind = lease.kind, state = lease.state, priority = tonumber(lease.priority),
-    node = lease.node, owner = lease.owner, shares = lease.shares, order = tonumber(lease.order),
-    epoch = tonumber(lease.epoch), seq = tonumber(lease.seq), since_ms = tonumber(lease.since),
-    position = rank and rank + 1 or nil, why = lease.why,
+    by = lease.notice_by, holder = lease.notice_holder, priority = tonumber(lease.notice_priority),
+    since_ms = meta.server - age, left_ms = grace_of(lease) - age, acked = lease.acked == '1',
+    outranks = lease.notice_outranks == '1',
   }
 end
 
-local function announce(what, id, lease)
-  redis.call('XADD', EVENTS, 'MAXLEN', '~', EVENTS_KEPT, '*', 'what', what, 'lease', id,
-    'epoch', lease.epoch or '', 'seq', lease.seq or '')
+local function view_of(id, lease)
+  local view = {id = id, state = lease.state, since_ms = tonumber(lease.since)}
+  if not lease.holder then return view end
+  local rank = lease.state == 'queued' and redis.call('ZRANK', QUEUE, queue_member(id, lease))
+  view.position = rank and rank + 1 or nil
+  view.holder, view.kind, view.priority = lease.holder, lease.kind, tonumber(lease.priority)
+  view.node, view.owner, view.order = lease.node, lease.owner, tonumber(lease.order)
+  view.preemptible = lease.preemptible == '1'
+  view.grace_ms, view.lease_ttl_ms = tonumber(lease.grace_ms or GRACE_MS), tonumber(lease.lease_ttl_ms or 0)
+  view.epoch, view.seq, view.shares = tonumber(lease.epoch), tonumber(lease.seq), lease.shares
+  view.revision, view.why, view.reason = tonumber(lease.revision or 0), lease.why, lease.reason
+  view.notice = notice_of(lease)
+  return view
 end
 
-local function set_deadline(id)
-  redis.call('ZADD', DEADLINES, whole(meta.now + args.ttl_ms), id)
+local function announce(what, id, lease)
+  redis.call('XADD', EVENTS, '*', 'what', what, 'lease', id, 'epoch', lease.epoch or '', 'seq', lease.seq or '',
+    'holder', lease.holder or '', 'node', lease.node or '')
+  if redis.call('XLEN', EVENTS) > EVENTS_KEPT + 1000 then redis.call('XTRIM', EVENTS, 'MAXLEN', '~', EVENTS_KEPT) end
+end
+
+-- When a lease must have been renewed. One that only its holder's word renews gets the time it asked for, but none beyond
+-- the grace of a notice: it has no process to end, so it is not renewed any more.
+local function set_deadline(id, lease)
+  local life = HOLDS[lease.state] and tonumber(lease.lease_ttl_ms or 0) or 0
+  local deadline = meta.now + (life > 0 and life or args.ttl_ms)
+  if life > 0 and lease.notice_at and lease.notice_outranks == '1' then
+    deadline = math.min(deadline, tonumber(lease.notice_at) + grace_of(lease))
+  end
+  redis.call('ZADD', DEADLINES, whole(deadline), id)
 end
 
 local function set_state(id, lease, state)
@@ -119,181 +200,80 @@ local function set_state(id, lease, state)
   redis.call('HSET', lease_key(id), 'state', state, 'since', lease.since)
 end
 
--- What a dead holder was last seen to use is not taken for free before its node has read the device again.
+-- What a dead holder claimed, or was seen to use, is not taken for free before its node has read the device again, where a
+-- driver takes its time to give it back.
 local function keep_until_read(lease)
-  local observed = cjson.decode(lease.observed or '{}')
-  local raw = next(observed) and redis.call('HGET', NODES, lease.node)
+  local raw = lease.settles and redis.call('HGET', NODES, lease.node)
   if not raw then return end
-  local record = cjson.decode(raw)
-  for device, bytes in pairs(observed) do
+  local record, observed = cjson.decode(raw), cjson.decode(lease.observed or '{}')
+  for device, bytes in pairs(cjson.decode(lease.shares)) do
     local entry = record.devices[device]
-    if entry and entry.settles then entry.residual = entry.residual + bytes end
+    if entry and entry.settles then entry.residual = entry.residual + math.max(bytes, observed[device] or 0) end
   end
   redis.call('HSET', NODES, lease.node, cjson.encode(record))
 end
 
 -- Ends a lease for good. It is remembered for ten minutes, so that a late or repeated command cannot bring it back.
-local function finish(id, lease, state)
+local function finish(id, lease, state, reason)
+  -- The clock first: a server that is out of memory refuses this, and then time has not passed for anybody.
+  if meta.is_entered and not meta.is_written then write_meta() end
   if state == 'freed' then keep_until_read(lease) end
-  if lease.order then redis.call('ZREM', QUEUE, queue_member(id, lease)) end
+  if lease.notice_at and lease.notice_by ~= '' then
+    local waiter = redis.call('HMGET', lease_key(lease.notice_by), 'state', 'preemptible')
+    if waiter[1] == 'queued' then
+      redis.call('HSET', lease_key(lease.notice_by), 'kept', whole(meta.now + KEPT_MS))
+      redis.call('ZADD', WANTS, '0', wants_member(lease.notice_by, waiter[2] == '1'))
+    end
+  end
+  if lease.state == 'queued' then leave_queue(id, lease) end
   redis.call('SREM', HELD, id)
   redis.call('ZREM', DEADLINES, id)
+  if reason then redis.call('HSET', lease_key(id), 'reason', reason) end
   set_state(id, lease, state)
   redis.call('PEXPIRE', lease_key(id), TOMBSTONE_MS)
   announce(state, id, lease)
 end
 
--- Books -------------------------------------------------------------------------------------------------------------
-
-local function node_of(device)
-  return string.match(device, '^(.-)/')
+local function has_fence(lease, fence)
+  return tonumber(lease.epoch) == fence.epoch and tonumber(lease.seq) == fence.seq
 end
 
--- Every device that may be granted from: those of nodes that synced in this epoch. Summed up anew each time, so that no
--- counter can drift from the leases it counts.
-local function open_books()
-  local books = {devices = {}, synced = {}, count = 0}
-  local flat = redis.call('HGETALL', NODES)
-  for i = 1, #flat, 2 do
-    local record = cjson.decode(flat[i + 1])
-    if record.epoch == meta.epoch then
-      books.synced[flat[i]] = true
-      for name, entry in pairs(record.devices) do
-        local cap = entry.total - entry.reserve
-        books.devices[name] = {
-          cap = cap, total = entry.total, foreign = entry.foreign, residual = entry.residual, claimed = 0, observed = 0,
-          free = cap - entry.foreign - entry.residual,
-        }
-        books.count = books.count + 1
-      end
-    end
+-- Its holder lives: what had run out of time is what it was before.
+local function revive(id, lease)
+  if lease.state == 'ending' then
+    set_state(id, lease, lease.was or 'active')
+    if lease.state == 'active' then announce('active', id, lease) end
   end
-  for _, id in ipairs(redis.call('SMEMBERS', HELD)) do
-    local found = redis.call('HMGET', lease_key(id), 'shares', 'observed')
-    local observed = cjson.decode(found[2] or '{}')
-    for name, bytes in pairs(cjson.decode(found[1])) do
-      local device = books.devices[name]
-      if device then
-        device.claimed = device.claimed + bytes
-        device.observed = device.observed + (observed[name] or 0)
-        device.free = device.free - math.max(bytes, observed[name] or 0)
-      end
-    end
-  end
-  return books
+  set_deadline(id, lease)
 end
 
-local function fits(option, books, earmarked)
-  for name, bytes in pairs(option) do
-    local device = books.devices[name]
-    if not device or earmarked[name] or device.free < bytes then return false end
+local function put_notice(id, lease, notice)
+  redis.call('HSET', lease_key(id), 'notice_by', notice.by, 'notice_holder', notice.holder, 'notice_priority',
+    whole(notice.priority), 'notice_outranks', notice.outranks and '1' or '0')
+  lease.notice_by, lease.notice_holder, lease.notice_priority = notice.by, notice.holder, notice.priority
+  -- A slot that must yield only when idle learns at its own time that it must in any case.
+  if not lease.notice_at or (notice.outranks and lease.notice_outranks ~= '1') then
+    lease.notice_at, lease.acked = whole(meta.now), '0'
+    redis.call('HSET', lease_key(id), 'notice_at', lease.notice_at, 'acked', '0')
+    announce('notice', id, lease)
   end
-  return true
-end
-
-local function could_ever_fit(option, books)
-  for name, bytes in pairs(option) do
-    local device = books.devices[name]
-    if not device or device.cap < bytes then return false end
-  end
-  return true
-end
-
-local function first_that_could_fit(options, books)
-  for _, option in ipairs(options) do
-    if could_ever_fit(option, books) then return option end
-  end
-end
-
--- The node, if any, that these options name and that has not synced in this epoch.
-local function unsynced_node(options, books)
-  for _, option in ipairs(options) do
-    for name in pairs(option) do
-      local node = node_of(name)
-      if not node or not books.synced[node] then return node or name end
-    end
-  end
-end
-
--- Why no option can ever be granted: per option and device what is wanted and what could be had (nil: no such device).
-local function shortage(options, books)
-  local found = {}
-  for index, option in ipairs(options) do
-    found[index] = {}
-    for name, bytes in pairs(option) do
-      local device = books.devices[name]
-      found[index][name] = {wanted = bytes, cap = device and device.cap, total = device and device.total}
-    end
-  end
-  return found
-end
-
--- The queue ---------------------------------------------------------------------------------------------------------
-
-local function grant(id, lease, option, books)
-  local seq = redis.call('HINCRBY', META, 'seq', 1)
-  for name, bytes in pairs(option) do
-    books.devices[name].free = books.devices[name].free - bytes
-  end
-  redis.call('HSET', lease_key(id), 'shares', cjson.encode(option), 'epoch', whole(meta.epoch), 'seq', seq)
-  lease.epoch, lease.seq = whole(meta.epoch), seq
-  redis.call('ZREM', QUEUE, queue_member(id, lease))
-  redis.call('SADD', HELD, id)
-  set_state(id, lease, 'granted')
-  set_deadline(id)
-  announce('granted', id, lease)
-end
-
-local function earmark(option, earmarked)
-  local added = 0
-  for name in pairs(option) do
-    if not earmarked[name] then
-      earmarked[name] = true
-      added = added + 1
-    end
-  end
-  return added
-end
-
--- Grants what can be granted, in queue order. A waiter that must wait earmarks the devices of its best option: later ones
--- may pass it on other devices only. Once every device is earmarked nobody behind can be granted.
-local function pump(books)
-  local earmarked, open = {}, books.count
-  for _, member in ipairs(redis.call('ZRANGE', QUEUE, 0, -1)) do
-    if open <= 0 then return end
-    local id = waiter_of(member)
-    local found = redis.call('HMGET', lease_key(id), 'options', 'order')
-    local lease = {order = found[2]}
-    local options = cjson.decode(found[1])
-    local chosen
-    for _, option in ipairs(options) do
-      if fits(option, books, earmarked) then
-        chosen = option
-        break
-      end
-    end
-    if chosen then
-      grant(id, lease, chosen, books)
-    else
-      local best = first_that_could_fit(options, books)
-      if best then
-        open = open - earmark(best, earmarked)
-      elseif not unsynced_node(options, books) then
-        redis.call('HSET', lease_key(id), 'why', cjson.encode(shortage(options, books)))
-        finish(id, lease, 'refused')
-      end
-    end
+  lease.notice_outranks = notice.outranks and '1' or '0'
+  if tonumber(lease.lease_ttl_ms or 0) > 0 then
+    redis.call('ZADD', DEADLINES, 'LT', whole(tonumber(lease.notice_at) + grace_of(lease)), id)
   end
 end
 
 -- Waiters that nobody asks for any more leave. Holders that nobody renews are ending: they still count, since only
--- evidence of death frees memory, and a renewal revives them.
+-- evidence of death frees memory, and a renewal revives them. Those that had to renew by their own word are freed.
 local function expire()
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', DEADLINES, '-inf', whole(meta.now), 'LIMIT', 0, 1000)) do
     local lease = load_lease(id)
     redis.call('ZREM', DEADLINES, id)
     if lease and lease.state == 'queued' then
       finish(id, lease, 'cancelled')
+    elseif lease and HOLDS[lease.state] and tonumber(lease.lease_ttl_ms or 0) > 0 then
+      local over = lease.notice_at and tonumber(lease.notice_at) + grace_of(lease) <= meta.now
+      finish(id, lease, 'freed', over and 'preempted' or 'expired')
     elseif lease and not OVER[lease.state] then
       redis.call('HSET', lease_key(id), 'was', lease.state)
       set_state(id, lease, 'ending')
@@ -302,12 +282,16 @@ local function expire()
   end
 end
 
--- Its asker still wants it. From its activation on, its node renews it instead.
+-- Its asker still wants it. From its activation on its node renews it instead; one that its holder must renew by its word,
+-- from its grant on nobody else can.
 local function touch(id, lease)
-  if lease.state == 'queued' or lease.state == 'granted' then
-    set_deadline(id)
+  if lease.state == 'queued' then
+    set_deadline(id, lease)
+  elseif tonumber(lease.lease_ttl_ms or 0) > 0 then
+    return
+  elseif lease.state == 'granted' then
+    set_deadline(id, lease)
   elseif lease.state == 'ending' and lease.was == 'granted' then
-    set_state(id, lease, 'granted')
-    set_deadline(id)
+    revive(id, lease)
   end
 end

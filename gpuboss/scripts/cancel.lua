@@ -13,6 +13,6 @@ if not lease then
 end
 if lease.state == 'queued' or lease.state == 'granted' or (lease.state == 'ending' and lease.was == 'granted') then
   finish(args.id, lease, 'cancelled')
-  pump(open_books())
+  queue().pump(open_books())
 end
 return reply('ok', {state = lease.state})

@@ -7,8 +7,8 @@
 local turned_away = enter()
 if turned_away then return turned_away end
 
-local lease = load_lease(args.id)
-if not lease then
+local lease = load_for_end(args.id)
+if not lease.state then
   -- A store that forgot it: remembered as freed, so that a late command cannot bring it back.
   finish(args.id, {}, 'freed')
   return reply('ok', {state = 'freed'})
@@ -16,12 +16,12 @@ end
 if OVER[lease.state] then return reply('ok', {state = lease.state}) end
 if lease.state == 'queued' then
   finish(args.id, lease, 'cancelled')
-  pump(open_books())
+  queue().pump(open_books())
   return reply('ok', {state = 'cancelled'})
 end
-if tonumber(lease.epoch) ~= args.epoch or tonumber(lease.seq) ~= args.seq then
-  return reply('stale', {lease = view_of(args.id, lease)})
+if not has_fence(lease, args) then
+  return reply('stale', {lease = view_of(args.id, load_lease(args.id))})
 end
 finish(args.id, lease, 'freed')
-pump(open_books())
+if redis.call('ZCARD', QUEUE) > 0 then queue().pump(open_books()) end
 return reply('ok', {state = 'freed'})

@@ -5,5 +5,5 @@ local turned_away = enter()
 if turned_away then return turned_away end
 
 expire()
-pump(open_books())
+queue().pump(open_books())
 return reply('ok')

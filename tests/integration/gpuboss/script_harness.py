@@ -54,7 +54,8 @@ class ScriptStore:
             "now": self.now_ms,
         } | arguments
         keys = self.keys.keys()
-        return json.loads(self.server.evalsha(self._sha(script), len(keys), *keys, json.dumps(told)))
+        reply: dict[str, Any] = json.loads(self.server.evalsha(self._sha(script), len(keys), *keys, json.dumps(told)))
+        return reply
 
     def restart(self) -> None:
         """A new life of the server process, with the data it had."""
@@ -89,13 +90,14 @@ class ScriptStore:
         """`node_sync` of the one node; device fields that are left out are zero."""
         blank = {"total": 0, "reserve": 0, "foreign": 0, "residual": 0, "settles": False}
         full = {f"{NODE}/{name}": blank | dict(fields) for name, fields in devices.items()}
-        return self.run(Script.NODE_SYNC, **{"node": NODE, "seen_epoch": 0, "devices": full, "rows": rows or []} | more)
+        told: dict[str, Any] = {"node": NODE, "seen_epoch": 0, "devices": full, "rows": rows or []}
+        return self.run(Script.NODE_SYNC, **told | more)
 
     def acquire(self, lease_id: str, *options: Mapping[str, int], priority: int = 10, **more: Any) -> dict[str, Any]:
         """`acquire` by the one node."""
         self.ids.add(lease_id)
         named = [{f"{NODE}/{device}": size for device, size in option.items()} for option in options]
-        told = {
+        told: dict[str, Any] = {
             "id": lease_id,
             "holder": f"job:{lease_id}",
             "kind": "job",
@@ -105,6 +107,52 @@ class ScriptStore:
         }
         return self.run(Script.ACQUIRE, **told | {"options": json.dumps(named)} | more)
 
+    def hold(self, lease_id: str, *options: Mapping[str, int], **more: Any) -> dict[str, Any]:
+        """`acquire` of what must be granted at once; its view."""
+        lease: dict[str, Any] = self.acquire(lease_id, *options, **more)["lease"]
+        assert lease["state"] == "granted", lease
+        return lease
+
+    def wait(self, lease_id: str, *options: Mapping[str, int], **more: Any) -> dict[str, Any]:
+        """`acquire` of what must wait; its view."""
+        lease: dict[str, Any] = self.acquire(lease_id, *options, **more)["lease"]
+        assert lease["state"] == "queued", lease
+        return lease
+
+    def fenced(self, script: Script, lease: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        """A command for a lease, by the fence of a view of it."""
+        return self.run(script, id=lease["id"], epoch=lease["epoch"], seq=lease["seq"], **more)
+
+    def release(self, lease: Mapping[str, Any]) -> None:
+        """`release`, which must be right."""
+        assert self.fenced(Script.RELEASE, lease)["state"] == "freed"
+
+    def view(self, lease_id: str) -> dict[str, Any]:
+        """What the store shows of a lease."""
+        view: dict[str, Any] = self.run(Script.LOOK, ids=[lease_id])["leases"][0]
+        return view
+
+    def told(self, waiter: str) -> set[str]:
+        """The leases that have notice for this waiter, or for a person ("")."""
+        raw = self.raw()
+        held = ((lease_id, raw["leases"][lease_id]) for lease_id in raw["held"])
+        return {lease_id for lease_id, lease in held if lease.get("notice_by") == waiter and "notice_at" in lease}
+
+    def events(self) -> list[tuple[str, str]]:
+        """All that was said on the stream: (what, lease)."""
+        found: Any = self.server.xrange(self.keys.events)
+        return [(fields[b"what"].decode(), fields[b"lease"].decode()) for _, fields in found]
+
+    def pass_time(self, seconds: float) -> None:
+        """Let the clock go on, with ticks."""
+        for _ in range(round(seconds)):
+            self.now_ms += 1000
+            self.run(Script.TICK)
+
+    def faults(self) -> list[str]:
+        """What the script `audit` finds."""
+        return list(self.run(Script.AUDIT)["faults"])
+
     def state(self, lease_id: str) -> str:
         """The state of a lease, `unknown` when the store has none."""
         reply = self.run(Script.LOOK, ids=[lease_id])
@@ -112,7 +160,7 @@ class ScriptStore:
 
     def raw(self) -> dict[str, Any]:
         """Every key of the pool, by a script of the test's own."""
-        found = json.loads(
+        found: dict[str, Any] = json.loads(
             self._dump(keys=self.keys.keys(), args=[self.keys.lease_prefix, json.dumps(sorted(self.ids))])
         )
         # Lua does not tell an empty list from an empty object.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,31 @@ def test_an_epoch_is_higher_than_any_that_a_node_saw(scripts: ScriptStore) -> No
     ahead = scripts.now_ms + 1_000_000
     assert scripts.sync(ONE, seen_epoch=ahead)["epoch"] == ahead + 1
     assert scripts.sync(ONE, seen_epoch=ahead + 1)["epoch"] == ahead + 1
+
+
+def test_no_fence_is_given_twice_when_two_lives_begin_the_same_epoch(scripts: ScriptStore) -> None:
+    """The clock went back, and the node that syncs first has not seen the life before."""
+    ahead = scripts.now_ms + 7
+    first = scripts.sync(ONE, seen_epoch=ahead) and scripts.hold("a", {"sim0": MIB})
+    scripts.wipe()
+    elsewhere: dict[str, Any] = {"node": "other", "devices": {}, "rows": []}
+    assert scripts.run(Script.NODE_SYNC, seen_epoch=ahead, **elsewhere)["epoch"] == first["epoch"]
+    assert scripts.sync(ONE, seen_epoch=first["epoch"])["epoch"] > first["epoch"], "it was in another one of that name"
+    second = scripts.hold("a", {"sim0": MIB})
+    assert (second["epoch"], second["seq"]) > (first["epoch"], first["seq"])
+    epoch = scripts.sync(ONE, seen_epoch=second["epoch"])["epoch"]
+    assert epoch == second["epoch"], "and in this one from then on"
+
+
+def test_the_grants_of_two_lives_are_numbered_differently(scripts: ScriptStore) -> None:
+    fences = set()
+    for _ in range(2):
+        scripts.sync(ONE, seen_epoch=scripts.now_ms + 7)
+        lease = scripts.hold("a", {"sim0": MIB})
+        fences.add((lease["epoch"], lease["seq"]))
+        scripts.wipe()
+    assert len({epoch for epoch, _ in fences}) == 1
+    assert len(fences) == 2
 
 
 def test_a_store_of_another_schema_is_left_alone(scripts: ScriptStore) -> None:
@@ -118,8 +144,7 @@ def test_release_wakes_the_next_and_says_so_on_the_stream(scripts: ScriptStore) 
     first = scripts.acquire("a", {"sim0": 100 * MIB})["lease"]
     scripts.acquire("b", {"sim0": 100 * MIB})
     scripts.run(Script.RELEASE, id="a", epoch=first["epoch"], seq=first["seq"])
-    told = [(fields[b"what"], fields[b"lease"]) for _, fields in scripts.server.xrange(scripts.keys.events)]
-    assert told[-2:] == [(b"freed", b"a"), (b"granted", b"b")]
+    assert scripts.events()[-2:] == [("freed", "a"), ("granted", "b")]
     assert scripts.state("b") == "granted"
 
 
