@@ -1,10 +1,10 @@
 # Model Boss: everything a clone needs. `make help` lists the targets.
 #
 # `make setup` works in .venv (Python packages) and in ~/.cache/model-boss (the engine, which survives `make clean`).
-# Variables: PYTHON, the interpreter .venv is made with (3.11 or newer); ARGS, passed on by test, bench and demo.
+# Variables: PYTHON, the interpreter .venv is made with (3.11 or newer); ARGS, passed on by test, faults, bench and demo.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engine demo test lint types bench clean
+.PHONY: help setup engine demo test faults lint types bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +21,11 @@ demo: setup ## start the broker with two demo models and memory for one, and say
 	@$(BIN)/model-boss demo $(ARGS)
 
 test: setup ## run all tests
+	@$(BIN)/python scripts/fetch_redis.py
 	@$(BIN)/python -m pytest $(ARGS)
+
+faults: setup ## play 10,000 fault histories of the ledger, and more; ARGS="--seed 4711" shows one
+	@$(BIN)/python -m tests.faults $(ARGS)
 
 lint: $(VENV)/.installed ## check style and formatting
 	@$(BIN)/ruff check .
@@ -30,8 +34,9 @@ lint: $(VENV)/.installed ## check style and formatting
 types: $(VENV)/.installed ## check types
 	@$(BIN)/mypy
 
-bench: setup ## measure against llama-server alone and its router mode
+bench: setup ## measure against llama-server, its router mode, and reslock
 	@$(BIN)/python -m benchmarks $(ARGS)
+	@$(BIN)/python -m benchmarks.leases $(ARGS)
 
 clean: ## remove what the other targets made in this directory
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo/.state benchmarks/out

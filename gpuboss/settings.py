@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from gpuboss.devices import DEFAULT_RESERVE_BYTES, DeviceKind, DeviceSpec, devices_from_environment
+from gpuboss.store_url import shown
 from gpuboss.units import format_bytes
 
 __all__ = ["STORE_VARIABLE", "LedgerSettings", "Timings", "describe_devices"]
 
 STORE_VARIABLE = "GPUBOSS_URL"
-"""Environment variable that names a store shared by several hosts: `redis://`, `rediss://` or `unix://`."""
+"""Environment variable that names a store shared by several hosts: `redis://`, `rediss://`, `unix://` or
+`redis+sentinel://`, as `gpuboss.store_routes` explains them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,16 @@ class LedgerSettings:
         """As GPUBOSS_STATE_DIR, GPUBOSS_DEVICES and GPUBOSS_URL say. DeviceError for devices not understood."""
         return cls(devices=devices_from_environment(), store_url=os.environ.get(STORE_VARIABLE) or None)
 
+    def __repr__(self) -> str:
+        """Without the store's password."""
+        store = None if self.store_url is None else shown(self.store_url)
+        return (
+            f"LedgerSettings(state_dir={self.state_dir!r}, devices={self.devices!r}, store_url={store!r}, "
+            f"reserve_bytes={self.reserve_bytes}, timings={self.timings!r})"
+        )
+
     def to_wire(self) -> dict[str, Any]:
-        """For JSON: what keeper and clients tell each other."""
+        """For JSON: what keeper and clients tell each other. It holds the store's password: not for logs."""
         return {
             "devices": None if self.devices is None else [asdict(spec) for spec in self.devices],
             "store_url": self.store_url,
