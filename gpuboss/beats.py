@@ -1,8 +1,8 @@
 """The keeper's regular work on its node: look at devices and holders, bury the dead, sync with the store, tick.
 
-Run by `gpuboss.keeper`; calls `gpuboss.node_watch`, `gpuboss.sweep` (who is dead), `gpuboss.processes` (their end) and
-the scripts `confirm_dead` and `tick`. One task runs `main_loop`; everybody else only sends it word: `poke`, `sweep`,
-`expect_death`.
+Run by `gpuboss.keeper`; calls `gpuboss.node_watch`, `gpuboss.sweep` (who is dead), `gpuboss.holders` (their lock
+files), `gpuboss.processes` (their end) and the scripts `confirm_dead`, `tick` and `audit`. One task runs `main_loop`;
+everybody else only sends it word: `poke`, `sweep`, `expect_death`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
-from gpuboss import errors
+from gpuboss import errors, holders
 from gpuboss.devices import DeviceKind
 from gpuboss.identity import Liveness, ProcessIdentity
 from gpuboss.ledger_rows import LedgerRow
@@ -37,15 +39,30 @@ _DYING_S = 30.0
 _SETTLING_S = 2.0
 """How long after a holder's end its GPU is read on restless beats: its driver takes time to give the memory back."""
 _MOST_SYNCS = 5
+_AUDIT_S = 30.0
+"""Between two audits of the store's books."""
 _log = logging.getLogger(__name__)
 
 
 class Beats:
     """The one writer of the node's state."""
 
-    def __init__(self, node: NodeWatch, store: Store, timings: Timings, on_epoch: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        node: NodeWatch,
+        store: Store,
+        timings: Timings,
+        holders_dir: Path,
+        on_epoch: Callable[[int], None],
+        *,
+        audit_s: float = _AUDIT_S,
+    ) -> None:
         """`on_epoch` is told when the store began a new life and this node is synced with it."""
         self._node = node
+        self._holders_dir = holders_dir
+        self._evidence = holders.Evidence(holders_dir)
+        self._audit_s = audit_s
+        self._next_audit_s = time.monotonic() + audit_s
         self._store = store
         self._timings = timings
         self._on_epoch = on_epoch
@@ -53,6 +70,8 @@ class Beats:
         self._sweeps: list[asyncio.Future[None]] = []
         self._closed: dict[ProcessIdentity, float] = {}
         """Owners whose connection closed, and when."""
+        self._surviving: set[str] = set()
+        """Leases whose holder is dead and of which something is left that cannot be ended."""
         self._settling_until_s = 0.0
         self._well = True
         """Whether the last beat did all it had to."""
@@ -76,15 +95,17 @@ class Beats:
 
     async def begin(self) -> None:
         """The first beat; raises what goes wrong with it."""
-        self._node.look()
+        await self._node.look()
         await self._bury_rows()
         await self._sync()
+        holders.sweep_away(self._holders_dir, self._node.standing)
 
     async def beat(self) -> None:
         """Look, bury, sync. What fails is tried again soon; the node ledger does not wait for the store."""
         asked, self._sweeps = self._sweeps, []
         try:
             await self.begin()
+            await self._audit()
             self._note_trouble(None)
         except errors.GpubossError as error:
             self._note_trouble(error)
@@ -134,31 +155,46 @@ class Beats:
     async def _bury_rows(self) -> None:
         """End what dead holders left behind; their rows go when nothing of it is left."""
         buried = False
-        for row in dead_rows(self._node.rows, ProcessIdentity.is_alive):
-            if await end_processes(row.lease_id, _recorded(row)):
+        for row in dead_rows(self._node.rows, self._evidence.of):
+            if await end_processes(row.lease_id, _recorded(row), partial(self._evidence.of, row.lease_id)):
+                self._surviving.discard(row.lease_id)
                 _log.info(
-                    "lease %s of %s: its holder %d is dead and nothing of it is left", row.lease_id, row.holder, row.pid
+                    "lease %s of %s: its holder %s is dead and nothing of it is left", row.lease_id, row.holder, row.pid
                 )
                 self._node.remove(row)
                 buried = True
-            else:
+            elif row.lease_id not in self._surviving:  # said once, not on every beat
+                self._surviving.add(row.lease_id)
                 _log.error(
-                    "lease %s of %s: processes survive SIGKILL; their memory counts on", row.lease_id, row.holder
+                    "lease %s of %s: processes survive SIGKILL or are another user's to end; their memory counts on",
+                    *(row.lease_id, row.holder),
                 )
         if buried:
-            self._node.look()
+            await self._node.look()
 
     async def _sync(self) -> None:
         for _ in range(_MOST_SYNCS):
             if await self._node.sync(self._store):
                 _log.info("the store lives in epoch %d; %d rows are told", self._node.epoch, len(self._node.rows))
                 self._on_epoch(self._node.epoch)
-            rows = {row.lease_id for row in self._node.rows}
+            # Read after the store's answer: who became active meanwhile had entered its row before that.
+            rows = self._node.standing()
             dead = dead_leases(self._node.leases, rows, self._node.vanished, ProcessIdentity.is_alive)
             if not dead:
                 return
             _log.info("no holder or waiter is left of %s", ", ".join(f"{lease.id} ({lease.state})" for lease in dead))
             await self._store.call_once(Script.CONFIRM_DEAD, {"leases": [_told(lease) for lease in dead]})
+
+    async def _audit(self) -> None:
+        """Have the store's books recomputed; what does not agree is a fault of ours, or of who wrote into the store."""
+        if time.monotonic() < self._next_audit_s:
+            return
+        self._next_audit_s = time.monotonic() + self._audit_s
+        reply = await self._store.call_once(Script.AUDIT)
+        for fault in reply["faults"] or ():
+            _log.error("audit of the lease store: %s", fault)
+        for device in reply.get("overfull") or ():
+            _log.warning("more is leased than there is, nothing is granted there until it is back: %s", device)
 
     async def _tick(self) -> None:
         try:
@@ -180,10 +216,10 @@ class Beats:
 
 
 def _recorded(row: LedgerRow) -> list[ProcessIdentity]:
-    return [row.process] if row.engine is None else [row.process, row.engine]
+    return [process for process in (row.process, row.engine) if process is not None]
 
 
 def _told(lease: StoredLease) -> dict[str, str | int]:
-    if lease.fence is None:
-        return {"id": lease.id}
-    return {"id": lease.id, "epoch": lease.fence.epoch, "seq": lease.fence.seq}
+    """With its state: one that its holder has revived or activated since is left alone."""
+    told: dict[str, str | int] = {"id": lease.id, "state": lease.state}
+    return told if lease.fence is None else told | {"epoch": lease.fence.epoch, "seq": lease.fence.seq}

@@ -11,6 +11,8 @@ import errno
 import fcntl
 import json
 import os
+import pwd
+import stat
 import sys
 import time
 from dataclasses import dataclass
@@ -48,7 +50,13 @@ class HostLock:
             owner = read_owner(self.path)
             # A name whose process lives is the owner's. None, or an earlier owner's: the new one is about to write.
             if owner.alive:
-                raise LockHeld(str(self.path), owner_pid=owner.pid, owner_command=owner.command, owner_note=owner.note)
+                raise LockHeld(
+                    str(self.path),
+                    owner_pid=owner.pid,
+                    owner_command=owner.command,
+                    owner_note=owner.note,
+                    owner_user=owner.user,
+                )
             if time.monotonic() > deadline:  # e.g. a process that the owner forked still has the file open
                 raise LockHeld(str(self.path), owner_pid=None, owner_command=None, owner_note=None)
             time.sleep(0.005)
@@ -100,6 +108,7 @@ class HostLock:
             "start_ticks": me.start_ticks,
             "command": " ".join(sys.argv)[:200] or sys.executable,
             "note": self.note,
+            "user": user_name(os.geteuid()),
         }
         try:
             os.ftruncate(self._handle, 0)
@@ -120,6 +129,8 @@ class Owner:
     note: str | None
     alive: bool
     """Whether that process still runs, or may run where it cannot be seen."""
+    user: str | None = None
+    """Whose process it is."""
 
 
 def read_owner(path: Path) -> Owner:
@@ -127,7 +138,8 @@ def read_owner(path: Path) -> Owner:
     try:
         words = json.loads(path.read_text(encoding="utf-8"))
         who = ProcessIdentity(words["boot_id"], words["pid"], words["pid_namespace"], words["start_ticks"])
-        return Owner(who.pid, words["command"], words["note"] or None, who.is_alive() is not Liveness.DEAD)
+        alive = who.is_alive() is not Liveness.DEAD
+        return Owner(who.pid, words["command"], words["note"] or None, alive=alive, user=words.get("user"))
     except (OSError, ValueError, KeyError, TypeError):
         return Owner(None, None, None, alive=False)
 
@@ -140,6 +152,20 @@ def gpu_lock(device_id: str, *, note: str) -> HostLock:
     """
     safe = "".join(character if character.isalnum() or character == "-" else "_" for character in device_id)
     return HostLock(_everybodys_directory() / f"gpuboss-{safe}.lock", note=note, mode=0o666)
+
+
+def user_name(uid: int) -> str:
+    """What people call a user."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def whose(path: Path) -> str:
+    """Owner and mode of a file, for people who may not use it."""
+    status = path.lstat()
+    return f"owner {user_name(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):04o}"
 
 
 def _everybodys_directory() -> Path:
@@ -166,4 +192,5 @@ def _open(path: Path, mode: int) -> int:
             os.fchmod(handle, mode)  # the umask took rights from the group
         return handle
     assert failure is not None
-    raise StateDirError(f"{path} cannot be opened ({failure.strerror})") from failure
+    owner = f"; {whose(path)}" if isinstance(failure, PermissionError) and os.path.lexists(path) else ""
+    raise StateDirError(f"{path} cannot be opened ({failure.strerror}{owner})") from failure

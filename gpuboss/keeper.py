@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuboss import errors, identity
-from gpuboss.devices import Device, DeviceKind, discover
+from gpuboss.devices import Device, DeviceKind, Probe, discover
 from gpuboss.door import Door
 from gpuboss.host_lock import HostLock, gpu_lock
-from gpuboss.node_ledger import NodeLedger
 from gpuboss.reception import Opened, Reception
 from gpuboss.settings import LedgerSettings
 from gpuboss.state_dir import StateDir
@@ -46,6 +45,8 @@ _LOCK_S = 5.0
 """How long the keeper before this one may take to leave."""
 _REFUSAL_S = 3.0
 """How long a keeper that cannot start waits for somebody to tell why."""
+_FIND_S = 15.0
+"""How long drivers may take to say what devices there are; some wake their cards first."""
 _LOCKED_KINDS = frozenset({DeviceKind.CUDA, DeviceKind.ROCM, DeviceKind.METAL})
 _log = logging.getLogger("gpuboss.keeper")
 
@@ -65,6 +66,8 @@ class Keeper:
 
     async def run(self) -> int:
         """From the lock to the end; the process's exit code."""
+        if self._state.is_shared:
+            os.umask(0o007)  # whoever of the group runs the next keeper needs the store's files and the logs
         lock = HostLock(self._state.lock_path("keeper"), note=str(self._state.root))
         if not await self._take(lock):
             return 0
@@ -98,18 +101,20 @@ class Keeper:
         minder = StoreKeeper(self._state, self._settings.store_url)
         closing.push_async_callback(minder.stop)
         await minder.launch()
-        # Imported here: the store's library takes a tenth of a second, in which the server starts.
+        # Imported here: these and the store's library take a tenth of a second, in which the server starts.
         from gpuboss.beats import Beats
+        from gpuboss.node_ledger import NodeLedger
         from gpuboss.node_watch import NodeWatch
 
         self._state.forget_other_boots()
         ledger = closing.enter_context(NodeLedger(self._state.ledger_path))
-        node = NodeWatch(identity.machine_id(), discover(self._settings.devices, self._settings.reserve_bytes), ledger)
+        node = NodeWatch(identity.machine_id(), await self._find_devices(), ledger)
+        closing.callback(node.close)
         self._lock_gpus(node.devices, closing)
         await minder.wait_ready()
         store = self._connect_store(minder.url)
         closing.push_async_callback(store.close)
-        beats = self._beats = Beats(node, store, self._settings.timings, self._tell_epoch)
+        beats = self._beats = Beats(node, store, self._settings.timings, self._state.holders_dir, self._tell_epoch)
         minding = asyncio.create_task(minder.mind(beats.poke), name="mind-store")
         minding.add_done_callback(self._store_is_lost)
         closing.push_async_callback(_end, minding)
@@ -117,6 +122,13 @@ class Keeper:
         self._reception.open(Opened(beats, self._welcome(minder.url, node)))
         _log.info("ready with %s", ", ".join(device.id for device in node.devices))
         return beats
+
+    async def _find_devices(self) -> list[Probe]:
+        from gpuboss.probing import in_time
+
+        return await in_time(
+            lambda: discover(self._settings.devices, self._settings.reserve_bytes), _FIND_S, "finding the devices"
+        )
 
     def _connect_store(self, url: str) -> Store:
         from gpuboss.store import Store

@@ -11,14 +11,16 @@ import contextlib
 import itertools
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpuboss import errors
 from gpuboss.devices import Device
 from gpuboss.door import PROTOCOL
+from gpuboss.host_lock import user_name, whose
 from gpuboss.identity import ProcessIdentity
 from gpuboss.keeper_start import KeeperStarter
 from gpuboss.settings import LedgerSettings, Timings
@@ -32,6 +34,8 @@ _OPEN_S = 20.0
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.05
 _SLOWEST_RETRY_S = 2.0
+_DENIED_S = 1.0
+"""How long a keeper's socket may be closed to us: for an instant it is, while the keeper makes it."""
 _LONGEST_LINE = 1 << 20
 _log = logging.getLogger(__name__)
 
@@ -42,7 +46,8 @@ class Welcome:
 
     pid: int
     """The keeper's process."""
-    store_url: str
+    store_url: str = field(repr=False)
+    """With its password, if it has one."""
     node: str
     """This host's name in the store."""
     devices: tuple[Device, ...]
@@ -65,11 +70,13 @@ class KeeperLink:
         self._numbers = itertools.count(1)
         self._sweeps: dict[int, asyncio.Future[None]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._denied_since_s: float | None = None
 
     async def open(self) -> None:
         """Connect, with a keeper started if need be.
 
-        Raises the keeper's refusal: LedgerConflict, DeviceError, StoreUnfit, StoreUnavailable.
+        Raises the keeper's refusal: LedgerConflict, DeviceError, StoreUnfit, StoreUnavailable. StateDirError: the
+        keeper is another user's, and not for us.
         """
         await self._connect()
         self._task = asyncio.create_task(self._hold(), name=f"keeper-link {self._name}")
@@ -85,6 +92,11 @@ class KeeperLink:
             await swept
         finally:
             del self._sweeps[number]
+
+    def fileno(self) -> int:
+        """The connection's descriptor; -1 while there is none. A forked child has to let go of its copy."""
+        connection = None if self._writer is None else self._writer.get_extra_info("socket")
+        return -1 if connection is None else int(connection.fileno())
 
     async def close(self) -> None:
         """Leave; the keeper stays as long as others need it."""
@@ -135,7 +147,8 @@ class KeeperLink:
                     raise errors.StoreUnavailable(
                         f"the keeper did not come up within {_OPEN_S:g} s: see {starter.log_path}"
                     )
-                starter.start()
+                if self._denied_since_s is None:
+                    starter.start()
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
         finally:
@@ -154,8 +167,13 @@ class KeeperLink:
             reader, writer = await asyncio.open_unix_connection(
                 str(self._state.socket_path("keeper")), limit=_LONGEST_LINE
             )
-        except OSError:
+        except PermissionError as error:
+            self._bear_denial(error)
             return None
+        except OSError:
+            self._denied_since_s = None
+            return None
+        self._denied_since_s = None
         welcome: Wire | None = None
         try:
             process = process_to_wire(ProcessIdentity.current())
@@ -173,6 +191,17 @@ class KeeperLink:
             if welcome is None:
                 await _close(writer)
         return welcome
+
+    def _bear_denial(self, error: OSError) -> None:
+        """StateDirError once the keeper's socket has been closed to us for longer than the keeper takes to make it."""
+        self._denied_since_s = self._denied_since_s or time.monotonic()
+        path = self._state.socket_path("keeper")
+        if time.monotonic() - self._denied_since_s > _DENIED_S and path.exists():
+            raise errors.StateDirError(
+                f"the keeper's socket {path} is not open to {user_name(os.geteuid())} "
+                f"({error.strerror}; {whose(path)}): share a directory (a group's, mode 2770) "
+                "or set GPUBOSS_STATE_DIR to one of your own"
+            ) from error
 
     async def _drop(self) -> None:
         self._reader = None

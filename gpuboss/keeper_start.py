@@ -25,13 +25,14 @@ __all__ = ["KeeperStarter"]
 _KEPT_VARIABLES = (
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_STATE_HOME"),
     *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONHOME"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR"),
 )
 """A keeper outlives its starter and serves others: it gets neither its secrets nor the lease it may run under."""
 _LONGEST_LOG = 4 << 20
 _COME_UP_S = 5.0
 """After which a keeper whose door is not open is taken for failed and another one is started."""
-_DIED_S = 0.5
-"""The same for one that died on its way: the pause between two that do."""
+_DIED_S = 0.05
+"""The same for one that died on its way, doubled with every one that does, to `_COME_UP_S` at most."""
 
 
 class KeeperStarter:
@@ -45,6 +46,7 @@ class KeeperStarter:
         self._life: int | None = None
         """The end of a pipe whose other end the keeper we started holds as long as it lives."""
         self._started_s: float | None = None
+        self._starts = 0
         self._impatient_s = time.monotonic() + 2 * _COME_UP_S
         """From then on whoever holds the starters' lock is taken to be stuck."""
 
@@ -56,7 +58,7 @@ class KeeperStarter:
     def start(self) -> None:
         """Start a keeper unless somebody else is about to, or ours is on its way. Call again as long as nobody answers.
 
-        Raises StoreUnavailable when the keeper cannot even begin.
+        Raises StoreUnavailable when the keeper cannot even begin, StateDirError when its files are not ours to write.
         """
         if self._process is not None:
             code = self._process.poll()
@@ -66,6 +68,7 @@ class KeeperStarter:
                 raise errors.StoreUnavailable(f"the keeper does not start (exit code {code}): see {self.log_path}")
         elif self._is_due() and (self._take_lock() or time.monotonic() > self._impatient_s):
             self._started_s = time.monotonic()
+            self._starts += 1
             self._process = self._spawn()
 
     def close(self) -> None:
@@ -81,7 +84,8 @@ class KeeperStarter:
     def _is_due(self) -> bool:
         if self._started_s is None:
             return True
-        return time.monotonic() - self._started_s > (_DIED_S if self._died() else _COME_UP_S)
+        pause_s = min(_DIED_S * 2 ** (self._starts - 1), _COME_UP_S) if self._died() else _COME_UP_S
+        return time.monotonic() - self._started_s > pause_s
 
     def _died(self) -> bool:
         """Whether nobody holds the other end any more."""
@@ -94,7 +98,7 @@ class KeeperStarter:
 
     def _take_lock(self) -> bool:
         if self._handle is None:
-            handle = os.open(self._state.lock_path("keeper-start"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+            handle = self._state.open_for_all(self._state.lock_path("keeper-start"), os.O_RDWR)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -113,17 +117,24 @@ class KeeperStarter:
             os.close(self._life)
         self._life, held = os.pipe()
         os.set_blocking(self._life, False)
-        with self.log_path.open("ab") as log, os.fdopen(held, "wb"):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "gpuboss.keeper", "--state-dir", str(self._state.root.parent), "--detach"],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                cwd="/",
-                env=kept | {"PYTHONPATH": package_parent},
-                start_new_session=True,
-                pass_fds=(held,),
-            )
+        command = [sys.executable, "-m", "gpuboss.keeper", "--state-dir", str(self._state.root.parent), "--detach"]
+        with (
+            os.fdopen(held, "wb"),
+            os.fdopen(self._state.open_for_all(self.log_path, os.O_WRONLY | os.O_APPEND), "ab") as log,
+        ):
+            try:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    cwd="/",
+                    env=kept | {"PYTHONPATH": package_parent},
+                    start_new_session=True,
+                    pass_fds=(held,),
+                )
+            except OSError as error:
+                raise errors.StoreUnavailable(f"no keeper can be started: {error}") from error
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it failed at once; the log says why
             process.stdin.write(json.dumps(self._settings.to_wire()).encode())

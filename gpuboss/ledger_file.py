@@ -14,23 +14,28 @@ from gpuboss import errors
 BUSY_TIMEOUT_S = 5.0
 """How long a transaction waits for another process's."""
 
-_VERSION = 1
+_VERSION = 2
 _SCHEMA = """
 CREATE TABLE device (
     id TEXT PRIMARY KEY, kind TEXT NOT NULL, name TEXT NOT NULL, idx INTEGER NOT NULL, measured INTEGER NOT NULL,
     total_bytes INTEGER NOT NULL, reserve_bytes INTEGER NOT NULL,
-    foreign_bytes INTEGER NOT NULL DEFAULT 0, residual_bytes INTEGER NOT NULL DEFAULT 0, read_at_s REAL
+    foreign_bytes INTEGER NOT NULL DEFAULT 0, residual_bytes INTEGER NOT NULL DEFAULT 0,
+    quarantined_bytes INTEGER NOT NULL DEFAULT 0, base_bytes INTEGER NOT NULL DEFAULT 0,
+    per_process INTEGER NOT NULL DEFAULT 1, read_at_s REAL
 ) WITHOUT ROWID;
 CREATE TABLE holder (
     lease_id TEXT PRIMARY KEY, epoch INTEGER NOT NULL, seq INTEGER NOT NULL, holder TEXT NOT NULL,
-    pid INTEGER NOT NULL, start_ticks INTEGER NOT NULL, pid_namespace INTEGER NOT NULL,
-    engine_pid INTEGER, engine_start_ticks INTEGER, since_s REAL NOT NULL
+    pid INTEGER, start_ticks INTEGER, pid_namespace INTEGER, engine_pid INTEGER, engine_start_ticks INTEGER,
+    since_s REAL NOT NULL, terms TEXT NOT NULL, admitted_s REAL NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE share (
-    lease_id TEXT NOT NULL, device_id TEXT NOT NULL, claimed_bytes INTEGER NOT NULL, observed_bytes INTEGER,
-    PRIMARY KEY (lease_id, device_id)
+    lease_id TEXT NOT NULL, device_id TEXT NOT NULL, claimed_bytes INTEGER NOT NULL,
+    observed_bytes INTEGER, peak_bytes INTEGER, PRIMARY KEY (lease_id, device_id)
 ) WITHOUT ROWID;
-CREATE TABLE settling (device_id TEXT NOT NULL, bytes INTEGER NOT NULL, since_s REAL NOT NULL);
+CREATE TABLE ended (
+    id INTEGER PRIMARY KEY, device_id TEXT NOT NULL, holder TEXT NOT NULL, settling_bytes INTEGER NOT NULL,
+    used_bytes INTEGER NOT NULL, floor_bytes INTEGER NOT NULL, since_s REAL NOT NULL
+);
 CREATE TABLE mark (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
 

@@ -5,11 +5,14 @@ Before a process uses a device, a row is written here in one transaction that fi
     effective free = total - reserve - foreign - residual - sum over rows of max(claimed, observed)
 
 So memory is never given twice even when the store forgets, answers twice, or rolls back. Called by the shim (`admit`,
-`set_engine`, `remove`) between a request and its engine, and by the keeper (`put_devices`, `rows`, `remove`).
+`set_engine`, `remove`) between a request and its engine, by the client for holders of other sorts (`resize` too), and
+by the keeper (`put_devices`, `priors`, `rows`, `remove`). The SQL of devices and readings is in `ledger_readings`.
 
 - Evidence first: a row counts until it is removed, also when its process is dead. Where a GPU's driver measures,
   removing it does not make the memory free at once: what the row counted for is "settling" until a reading taken
-  after the removal tells whether the driver has it back.
+  after the removal tells whether the driver has it back, and a debt of the ended holder until it has.
+- Where the driver gives no figures per process, one holder begins at a time: until a reading has seen it, nobody can
+  say whose the memory is that it takes.
 - One SQLite file per boot. It is never synced to the disk: device memory does not outlive a power cut, so neither
   need the file; and the kernel keeps written pages when a process is killed.
 - Standard library only, and light: see `gpuboss.light`.
@@ -20,31 +23,18 @@ from __future__ import annotations
 import os
 import time
 
-from gpuboss import errors
+from gpuboss import errors, ledger_readings
 from gpuboss.ledger_file import Transaction, open_file
-from gpuboss.ledger_rows import DeviceRow, LedgerReading, LedgerRow
+from gpuboss.ledger_rows import DeviceRow, LedgerReading, LedgerRow, Prior
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
     from typing import Any
 
     from gpuboss.devices import Device
 
 __all__ = ["DeviceRow", "LedgerReading", "LedgerRow", "NodeLedger"]
-
-_USE = """
-SELECT d.id, d.kind, d.name, d.idx, d.measured, d.total_bytes, d.reserve_bytes, d.foreign_bytes, d.residual_bytes,
-    d.read_at_s, coalesce(s.claimed, 0), s.observed, coalesce(t.settling, 0),
-    d.total_bytes - d.reserve_bytes - d.foreign_bytes - d.residual_bytes - coalesce(t.settling, 0) - coalesce(s.held, 0)
-FROM device d
-LEFT JOIN (
-    SELECT device_id, sum(claimed_bytes) AS claimed, sum(observed_bytes) AS observed,
-        sum(max(claimed_bytes, coalesce(observed_bytes, 0))) AS held
-    FROM share GROUP BY device_id
-) s ON s.device_id = d.id
-LEFT JOIN (SELECT device_id, sum(bytes) AS settling FROM settling GROUP BY device_id) t ON t.device_id = d.id
-"""
 
 
 class NodeLedger:
@@ -55,16 +45,44 @@ class NodeLedger:
         self.path = os.fspath(path)
         self._db = open_file(self.path)
 
-    def admit(self, row: LedgerRow) -> None:
+    def admit(self, row: LedgerRow, adopts: Mapping[str, int] | None = None) -> None:
         """Enter a row if every share fits, or raise ActivationRefused and write nothing.
 
-        Entering the same row again (lease, fence, process, shares) changes nothing. StaleFence: this lease has a row
-        with another fence, or another process holds it already.
+        `adopts`: device id -> bytes that the holder uses already and that count as foreign until now; they count as its
+        own from here on. Entering the same row again (lease, fence, process, shares) changes nothing. StaleFence: this
+        lease has a row with another fence, or another process holds it already.
         """
         with self._transaction():
             if not self._is_repeated(row):
-                self._check_room(row)
+                self._check_room(row, adopts or {})
                 self._insert(row)
+                self._adopt(row, adopts or {})
+
+    def resize(
+        self, lease_id: str, epoch: int, seq: int, shares: Mapping[str, int], *, terms: str | None = None
+    ) -> None:
+        """Give a holder other shares of the devices it has, and other terms where they are named.
+
+        What grows must fit: ActivationRefused changes nothing. StaleFence: no row of this lease and fence stands.
+        ValueError: other devices than it has. What a GPU's driver has to give back settles until the next reading.
+        """
+        with self._transaction():
+            held = self._held(lease_id, epoch, seq)
+            if held.keys() != shares.keys():
+                raise ValueError(f"lease {lease_id} has shares of {sorted(held)}: {sorted(shares)} is no resize")
+            now_s = time.monotonic()
+            for device_id, wanted in sorted(shares.items()):
+                claimed, counted = held[device_id]
+                if wanted != claimed:
+                    self._check_share(lease_id, device_id, wanted, more=wanted - counted if wanted > claimed else None)
+                if wanted < claimed:
+                    ledger_readings.settle_rest(self._db, lease_id, device_id, wanted, now_s)
+                self._db.execute(
+                    "UPDATE share SET claimed_bytes = ? WHERE lease_id = ? AND device_id = ?",
+                    (wanted, lease_id, device_id),
+                )
+            if terms is not None:
+                self._db.execute("UPDATE holder SET terms = ? WHERE lease_id = ?", (terms, lease_id))
 
     def set_engine(self, lease_id: str, pid: int, start_ticks: int) -> None:
         """Record the engine that the lease's holder started; StaleFence when the lease has no row."""
@@ -83,16 +101,11 @@ class NodeLedger:
         """
         with self._transaction():
             fence = (lease_id, epoch, seq)
-            if not self._db.execute("DELETE FROM holder WHERE lease_id = ? AND epoch = ? AND seq = ?", fence).rowcount:
+            found = self._db.execute("SELECT 1 FROM holder WHERE lease_id = ? AND epoch = ? AND seq = ?", fence)
+            if found.fetchone() is None:
                 return False
-            # Host RAM is given back before a dead process can be waited for, so `cpu` has nothing to settle.
-            self._db.execute(
-                "INSERT INTO settling "
-                "SELECT s.device_id, max(s.claimed_bytes, coalesce(s.observed_bytes, 0)), ? "
-                "FROM share s JOIN device d ON d.id = s.device_id "
-                "WHERE s.lease_id = ? AND d.measured AND d.kind <> 'cpu'",
-                (time.monotonic(), lease_id),
-            )
+            ledger_readings.begin_debts(self._db, lease_id, time.monotonic())
+            self._db.execute("DELETE FROM holder WHERE lease_id = ?", (lease_id,))
             self._db.execute("DELETE FROM share WHERE lease_id = ?", (lease_id,))
             return True
 
@@ -106,7 +119,7 @@ class NodeLedger:
                 shares.setdefault(lease_id, {})[device_id] = claimed
             holders = self._db.execute(
                 "SELECT lease_id, epoch, seq, holder, pid, start_ticks, pid_namespace, "
-                "engine_pid, engine_start_ticks, since_s FROM holder ORDER BY since_s, lease_id"
+                "engine_pid, engine_start_ticks, since_s, terms FROM holder ORDER BY since_s, lease_id"
             )
             return [_ledger_row(found, shares.get(found[0], {})) for found in holders]
 
@@ -118,14 +131,19 @@ class NodeLedger:
         it is in that reading, as free, foreign or residual.
         """
         with self._transaction():
-            self._put_devices(list(devices))
+            ledger_readings.put_devices(self._db, list(devices))
             for reading in readings:
-                self._put_reading(reading)
+                ledger_readings.put_reading(self._db, reading)
+
+    def priors(self) -> dict[str, Prior]:
+        """Device id -> what its next reading must be explained with. Read it after the drivers, as with `rows`."""
+        with self._transaction(write=False):
+            return ledger_readings.priors(self._db)
 
     def devices(self) -> list[DeviceRow]:
         """All devices with their numbers, in index order."""
         with self._transaction(write=False):
-            return [DeviceRow(*found) for found in self._db.execute(_USE + " ORDER BY d.idx, d.id")]
+            return ledger_readings.all_devices(self._db)
 
     def note_epoch(self, epoch: int) -> None:
         """Remember that the store lived in this epoch."""
@@ -177,22 +195,70 @@ class NodeLedger:
             )
         return True
 
-    def _check_room(self, row: LedgerRow) -> None:
+    def _check_room(self, row: LedgerRow, adopts: Mapping[str, int]) -> None:
         """Raise ActivationRefused unless every share fits its device's effective free."""
         for device_id, wanted in sorted(row.shares.items()):
             if wanted < 0:
                 raise ValueError(f"lease {row.lease_id} wants {wanted} bytes of {device_id}")
-            found = self._db.execute(_USE + " WHERE d.id = ?", (device_id,)).fetchone()
-            if found is None:
-                raise errors.ActivationRefused(
-                    device_id,
-                    wanted_bytes=wanted,
-                    free_bytes=0,
-                    detail="; no such device in this node's ledger: is the keeper up?",
-                )
-            device = DeviceRow(*found)
-            if wanted > device.free_bytes:
+            device = self._device(device_id, wanted)
+            if wanted > device.free_bytes + min(adopts.get(device_id, 0), device.foreign_bytes):
                 raise self._refusal(device, wanted)
+            if device.measured and not device.per_process:
+                self._check_alone(device, wanted)
+
+    def _check_alone(self, device: DeviceRow, wanted: int) -> None:
+        """Raise ActivationRefused while a holder is there that no reading of the device as a whole has seen."""
+        if (unread := ledger_readings.unread_holder(self._db, device.id)) is None:
+            return
+        holder, claimed, admitted_s, read_at_s = unread
+        now_s = time.monotonic()
+        raise errors.ActivationRefused(
+            device.id,
+            wanted_bytes=wanted,
+            free_bytes=device.free_bytes,
+            settling_bytes=claimed,
+            holders=[(holder, claimed)],
+            detail=(
+                f"; its driver gives no figures per process, so one holder begins at a time: {holder} began "
+                f"{now_s - admitted_s:.1f} s ago, the last reading is {now_s - read_at_s:.1f} s old"
+            ),
+        )
+
+    def _check_share(self, lease_id: str, device_id: str, wanted: int, *, more: int | None) -> None:
+        """Raise ActivationRefused unless a holder may claim `wanted`; `more` than it counts for, where its claim grows.
+
+        A holder that uses more than it claims may not claim that afterwards on a device that is overfull by it.
+        """
+        if wanted < 0:
+            raise ValueError(f"lease {lease_id} wants {wanted} bytes of {device_id}")
+        device = self._device(device_id, wanted)
+        if more is not None and max(0, more) > device.free_bytes:
+            raise self._refusal(device, wanted)
+
+    def _device(self, device_id: str, wanted: int) -> DeviceRow:
+        device = ledger_readings.one_device(self._db, device_id)
+        if device is None:
+            raise errors.ActivationRefused(
+                device_id,
+                wanted_bytes=wanted,
+                free_bytes=0,
+                detail="; no such device in this node's ledger: is the keeper up?",
+            )
+        return device
+
+    def _held(self, lease_id: str, epoch: int, seq: int) -> dict[str, tuple[int, int]]:
+        """Device id -> (bytes claimed, bytes it counts for) of the row of this lease and fence; StaleFence for none."""
+        found = self._db.execute("SELECT epoch, seq FROM holder WHERE lease_id = ?", (lease_id,)).fetchone()
+        if found is None:
+            raise errors.StaleFence(f"lease {lease_id} has no row in {self.path}: its size is not changed")
+        if found != (epoch, seq):
+            raise errors.StaleFence(f"lease {lease_id} runs with fence {found}: ({epoch}, {seq}) is refused")
+        shares = self._db.execute(
+            "SELECT device_id, claimed_bytes, max(claimed_bytes, coalesce(observed_bytes, 0)) FROM share "
+            "WHERE lease_id = ?",
+            (lease_id,),
+        )
+        return {device_id: (claimed, counted) for device_id, claimed, counted in shares}
 
     def _refusal(self, device: DeviceRow, wanted: int) -> errors.ActivationRefused:
         holders = self._db.execute(
@@ -202,8 +268,10 @@ class NodeLedger:
         ).fetchall()
         if device.foreign_bytes:
             holders.append(("processes without a lease", device.foreign_bytes))
-        if device.residual_bytes:
-            holders.append(("holders beyond or after their leases", device.residual_bytes))
+        if kept := device.residual_bytes - device.quarantined_bytes:
+            holders.append(("holders beyond or after their leases", kept))
+        if device.quarantined_bytes:
+            holders.append(("ended holders, not given back by the driver", device.quarantined_bytes))
         return errors.ActivationRefused(
             device.id,
             wanted_bytes=wanted,
@@ -215,47 +283,30 @@ class NodeLedger:
     def _insert(self, row: LedgerRow) -> None:
         self._note_epoch(row.epoch)
         self._db.execute(
-            "INSERT INTO holder VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO holder VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 *(row.lease_id, row.epoch, row.seq, row.holder),
                 *(row.pid, row.start_ticks, row.pid_namespace),
                 *(row.engine_pid, row.engine_start_ticks, row.since_s),
+                *(row.terms, time.monotonic()),
             ),
         )
         self._db.executemany(
-            "INSERT INTO share VALUES (?, ?, ?, NULL)",
+            "INSERT INTO share VALUES (?, ?, ?, NULL, NULL)",
             [(row.lease_id, device, size) for device, size in row.shares.items()],
         )
+
+    def _adopt(self, row: LedgerRow, adopts: Mapping[str, int]) -> None:
+        """What the new holder uses already is its own and foreign no more, until the next reading tells anew."""
+        for device_id, size in adopts.items():
+            if device_id in row.shares:
+                ledger_readings.move_foreign(self._db, row.lease_id, device_id, size)
 
     def _note_epoch(self, epoch: int) -> None:
         self._db.execute(
             "INSERT INTO mark VALUES ('epoch', ?) ON CONFLICT (name) DO UPDATE SET value = max(value, excluded.value)",
             (epoch,),
         )
-
-    def _put_devices(self, devices: Sequence[Device]) -> None:
-        known = {found[0] for found in self._db.execute("SELECT id FROM device")}
-        for gone in known - {device.id for device in devices}:
-            self._db.execute("DELETE FROM device WHERE id = ?", (gone,))
-        self._db.executemany(
-            "INSERT INTO device (id, kind, name, idx, measured, total_bytes, reserve_bytes) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?) "
-            "ON CONFLICT (id) DO UPDATE SET kind = excluded.kind, name = excluded.name, idx = excluded.idx, "
-            "measured = excluded.measured, total_bytes = excluded.total_bytes, reserve_bytes = excluded.reserve_bytes",
-            [(d.id, str(d.kind), d.name, d.index, d.measured, d.total_bytes, d.reserve_bytes) for d in devices],
-        )
-
-    def _put_reading(self, reading: LedgerReading) -> None:
-        self._db.execute(
-            "UPDATE device SET foreign_bytes = ?, residual_bytes = ?, read_at_s = ? WHERE id = ?",
-            (reading.foreign_bytes, reading.residual_bytes, reading.at_s, reading.device_id),
-        )
-        self._db.execute("UPDATE share SET observed_bytes = NULL WHERE device_id = ?", (reading.device_id,))
-        self._db.executemany(
-            "UPDATE share SET observed_bytes = ? WHERE lease_id = ? AND device_id = ?",
-            [(size, lease_id, reading.device_id) for lease_id, size in reading.observed.items()],
-        )
-        self._db.execute("DELETE FROM settling WHERE device_id = ? AND since_s < ?", (reading.device_id, reading.at_s))
 
 
 def _ledger_row(found: tuple[Any, ...], shares: Mapping[str, int]) -> LedgerRow:

@@ -1,42 +1,32 @@
 """One node's devices and holders: read from the drivers, written into the node ledger, told to the store.
 
-Called by `gpuboss.keeper` on every beat; calls the probes, `gpuboss.node_ledger` and the script `node_sync`. The node
-ledger comes first and does not wait for the store.
+Called by `gpuboss.beats`; calls the probes (through `gpuboss.probing`), `gpuboss.accounts`, `gpuboss.node_ledger` and
+the script `node_sync` (in the words of `gpuboss.telling`). The node ledger comes first and does not wait for the store.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from gpuboss import errors, processes
-from gpuboss.accounts import account
-from gpuboss.devices import Device, DeviceKind, Probe, Reading
-from gpuboss.identity import ProcessIdentity
-from gpuboss.leases import Fence, HolderKind, LeaseState
-from gpuboss.node_ledger import DeviceRow, LedgerReading, LedgerRow, NodeLedger
-from gpuboss.priority import NORMAL
+from gpuboss import errors, identity, processes, telling
+from gpuboss.accounts import QUARANTINE_AFTER_S, Account, account
+from gpuboss.devices import Device, Probe, Reading
+from gpuboss.leases import Fence, LeaseState
+from gpuboss.node_ledger import DeviceRow, LedgerRow, NodeLedger
+from gpuboss.probing import PatientProbe
 from gpuboss.scripts import Script
 from gpuboss.store import Store
 from gpuboss.sweep import StoredLease
-from gpuboss.wire import process_from_wire, process_to_wire
+from gpuboss.units import format_bytes
+from gpuboss.wire import process_from_wire
 
 __all__ = ["NodeWatch"]
 
 _MOST_REREADS = 3
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Memo:
-    """What the node ledger does not record of a lease, kept for a store that forgets it."""
-
-    kind: str
-    priority: int
-    owner: ProcessIdentity
 
 
 class NodeWatch:
@@ -53,23 +43,35 @@ class NodeWatch:
         self.leases: list[StoredLease] = []
         """The store's leases of this node at the last sync."""
         self.epoch = ledger.highest_epoch()
-        self._probes = probes
+        self._measured = {device.id for device in self.devices if device.measured}
+        self._probes = [PatientProbe(probe) for probe in probes]
         self._ledger = ledger
-        self._memos: dict[str, _Memo] = {}
-        self._silent: set[str] = set()
+        self._memos: dict[str, dict[str, Any]] = {}
+        """What the store said last of a lease's terms, kept for a store that forgets it."""
+        self._silent: set[PatientProbe] = set()
         """Probes whose driver does not answer."""
-        self._latest: dict[str, LedgerReading] = {}
+        self._latest: dict[str, Account] = {}
 
-    def look(self) -> None:
+    @property
+    def silent(self) -> set[str]:
+        """Devices whose driver does not answer: their last reading stands."""
+        return {device.id for probe in self._silent for device in probe.devices}
+
+    async def look(self) -> None:
         """Ask the drivers, then the ledger, and write down what is used by whom."""
-        known = {row.lease_id: _family_of(row) for row in self._ledger.rows()}
-        readings = self._read(sorted({pid for pids in known.values() for pid in pids}))
+        known = families(self._ledger.rows(), self._measured)
+        readings = await self._read(sorted({pid for pids in known.values() for pid in pids}))
         # Read again: a row made since then must not find its memory counted as foreign.
+        priors = self._ledger.priors()
         self._take_rows(self._ledger.rows())
-        families = {row.lease_id: known.get(row.lease_id) or _family_of(row) for row in self.rows}
-        accounts = account(readings, self.rows, families)
-        self._ledger.put_devices(self.devices, accounts)
-        self._latest |= {reading.device_id: reading for reading in accounts}
+        known |= families([row for row in self.rows if row.lease_id not in known], self._measured)
+        seen = {pid for pids in known.values() for pid in pids}
+        living = processes.living(seen.union(*(({*at.by_pid, *at.without_figure}) for at in readings)))
+        accounts = account(readings, self.rows, known, living, priors)
+        self._ledger.put_devices(self.devices, [each.reading for each in accounts])
+        for each in accounts:
+            self._note_quarantine(each)
+            self._latest[each.reading.device_id] = each
 
     async def sync(self, store: Store) -> bool:
         """Tell the store; True when a new epoch began. Raises StoreUnavailable, StoreUnfit."""
@@ -78,9 +80,15 @@ class NodeWatch:
             reply = await store.call_once(Script.NODE_SYNC, self._told(insist))
             if reply["status"] == "ok":
                 break
-            # Leases that are over while their rows stood a moment ago: a row that stands still is the truth.
-            self.look()
-            insist |= set(reply["ids"]) & {row.lease_id for row in self.rows}
+            # Leases that are over while their rows stood a moment ago: a row that stands still is the truth, unless
+            # nothing but its holder's word stood behind it.
+            await self.look()
+            for row in [row for row in self.rows if row.lease_id in reply["ids"]]:
+                if telling.is_by_word(row):
+                    _log.info("lease %s of %s is over, says the store: its row goes", row.lease_id, row.holder)
+                    self.remove(row)
+                else:
+                    insist.add(row.lease_id)
         else:
             raise errors.StoreUnavailable("rows of ended leases come and go: the node is synced at the next beat")
         self.leases = [self._remember(found) for found in reply["leases"]]
@@ -91,8 +99,17 @@ class NodeWatch:
             self._ledger.note_epoch(self.epoch)
         return began
 
+    def close(self) -> None:
+        """Ask the drivers no more."""
+        for probe in self._probes:
+            probe.close()
+
+    def standing(self) -> set[str]:
+        """The leases that have a row now, whatever the last look saw."""
+        return {row.lease_id for row in self._ledger.rows()}
+
     def remove(self, row: LedgerRow) -> None:
-        """Take out the row of a holder whose processes are all dead."""
+        """Take out the row of a holder whose processes are all dead, or whose word is over."""
         self._ledger.remove(row.lease_id, row.epoch, row.seq)
         self._take_rows([other for other in self.rows if other.lease_id != row.lease_id])
 
@@ -101,49 +118,55 @@ class NodeWatch:
         self.vanished = (self.vanished | {row.lease_id for row in self.rows}) - now
         self.rows = rows
 
-    def _read(self, pids: Sequence[int]) -> list[Reading]:
+    async def _read(self, pids: Sequence[int]) -> list[Reading]:
         readings: list[Reading] = []
         for probe in self._probes:
-            name = type(probe).__name__
             try:
-                readings += probe.read(pids)
-                self._silent.discard(name)
+                readings += await probe.read(pids)
+                if probe in self._silent:
+                    _log.warning("%s: the driver answers again", _names(probe))
+                self._silent.discard(probe)
             except errors.DeviceError as error:
-                if name not in self._silent:  # once, not on every beat
-                    _log.error("no reading, the last one stands: %s", error)
-                self._silent.add(name)
+                if probe not in self._silent:  # once, not on every beat
+                    _log.error("no reading of %s, the last one stands: %s", _names(probe), error)
+                self._silent.add(probe)
         return readings
 
+    def _note_quarantine(self, now: Account) -> None:
+        """Log that a driver keeps memory, and that it has it back, once each."""
+        device_id, size = now.reading.device_id, now.reading.quarantined_bytes
+        before = self._latest.get(device_id)
+        had = before.reading.quarantined_bytes if before else 0
+        if size and not had:
+            _log.error(
+                "%s: %s of ended holders did not come back within %g s: quarantined until they do",
+                *(device_id, format_bytes(size), QUARANTINE_AFTER_S),
+            )
+        elif had and not size:
+            _log.warning("%s: what was quarantined (%s) is back", device_id, format_bytes(had))
+
     def _told(self, insist: set[str]) -> dict[str, Any]:
-        by_device = {row.id: row for row in self._ledger.devices()}
         return {
             "node": self.node,
             "seen_epoch": self.epoch,
-            "devices": {self._named(name): _device_told(row) for name, row in by_device.items()},
+            "devices": {self._named(row.id): self._device_told(row) for row in self._ledger.devices()},
             "rows": [self._row_told(row, row.lease_id in insist) for row in self.rows],
         }
 
+    def _device_told(self, row: DeviceRow) -> dict[str, Any]:
+        latest = self._latest.get(row.id)
+        return telling.device_told(row, latest.foreign if latest else (), is_silent=row.id in self.silent)
+
     def _row_told(self, row: LedgerRow, insist: bool) -> dict[str, Any]:
-        memo = self._memos.get(row.lease_id) or _Memo(_kind_of(row.holder), NORMAL, row.process)
-        readings = self._latest.values()
+        readings = (latest.reading for latest in self._latest.values())
         observed = {at.device_id: at.observed[row.lease_id] for at in readings if row.lease_id in at.observed}
-        return {
-            "id": row.lease_id,
-            "holder": row.holder,
-            "kind": memo.kind,
-            "priority": memo.priority,
-            "owner": json.dumps(process_to_wire(memo.owner)),
-            "epoch": row.epoch,
-            "seq": row.seq,
-            "shares": json.dumps({self._named(name): size for name, size in row.shares.items()}),
-            "observed": json.dumps({self._named(name): size for name, size in observed.items()}),
-            "insist": insist,
-        }
+        memo = self._memos.get(row.lease_id, {})
+        return telling.row_told(row, memo, self._all_named(row.shares), self._all_named(observed)) | {"insist": insist}
 
     def _remember(self, found: dict[str, Any]) -> StoredLease:
-        owner = process_from_wire(json.loads(found["owner"]))
-        self._memos[found["id"]] = _Memo(found["kind"], found["priority"], owner)
+        self._memos[found["id"]] = telling.only_terms(found)
         fence = Fence(found["epoch"], found["seq"]) if "epoch" in found else None
+        owner = process_from_wire(json.loads(found["owner"]))
         return StoredLease(found["id"], LeaseState(found["state"]), fence, owner)
 
     def _forget_others(self) -> None:
@@ -155,25 +178,31 @@ class NodeWatch:
     def _named(self, device_id: str) -> str:
         return f"{self.node}/{device_id}"
 
-
-def _family_of(row: LedgerRow) -> set[int]:
-    """The holder's processes: those below it, and those below its engine (which is not below a holder that died)."""
-    engine = row.engine
-    return processes.family(row.pid) | (processes.family(engine.pid) if engine is not None else set())
+    def _all_named(self, shares: Mapping[str, int]) -> dict[str, int]:
+        return {self._named(device_id): size for device_id, size in shares.items()}
 
 
-def _device_told(row: DeviceRow) -> dict[str, Any]:
-    return {
-        "total": row.total_bytes,
-        "reserve": row.reserve_bytes,
-        "foreign": row.foreign_bytes,
-        "residual": row.residual_bytes + row.settling_bytes,
-        # Host RAM is back before a dead process can be waited for; a GPU's driver takes its time.
-        "settles": row.measured and row.kind != DeviceKind.CPU,
-    }
+def families(rows: Sequence[LedgerRow], measured: Collection[str]) -> dict[str, set[int]]:
+    """Lease id -> its processes, as far as they can be seen from here.
+
+    Those below the holder, and those below its engine (which is not below a holder that died). Where the holder's
+    numbers are those of another pid namespace, or it has none, its processes are known by the lease that they carry, if
+    at all; that takes a look at every process, so only for leases of devices that are `measured`.
+    """
+    here = identity.pid_namespace()
+    found: dict[str, set[int]] = {row.lease_id: set() for row in rows}
+    by_name = []
+    for row in rows:
+        if row.pid is not None and row.pid_namespace == here:
+            found[row.lease_id] = processes.family(row.pid)
+            if row.engine is not None:
+                found[row.lease_id] |= processes.family(row.engine.pid)
+        elif not row.shares.keys().isdisjoint(measured):
+            by_name.append(row.lease_id)
+    for lease_id, pids in processes.carriers(by_name).items() if by_name else ():
+        found[lease_id] = {below for pid in pids for below in processes.family(pid)}
+    return found
 
 
-def _kind_of(holder: str) -> str:
-    """The holder's kind, from its name (`slot:robin`), for a lease that no store remembers."""
-    prefix = holder.partition(":")[0]
-    return prefix if prefix in set(HolderKind) else HolderKind.JOB
+def _names(probe: PatientProbe) -> str:
+    return ", ".join(device.id for device in probe.devices)

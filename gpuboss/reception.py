@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from gpuboss import errors
 from gpuboss.door import PROTOCOL, Visitor
 from gpuboss.settings import LedgerSettings, describe_devices
+from gpuboss.store_url import shown
 from gpuboss.wire import Wire
 
 if TYPE_CHECKING:
@@ -127,18 +128,13 @@ def conflict(mine: LedgerSettings, theirs: LedgerSettings) -> str | None:
     if theirs.devices is not None and theirs.devices != mine.devices:
         return describe_devices(theirs.devices)
     if theirs.store_url is not None and theirs.store_url != mine.store_url:
-        return f"the store {_hide_password(theirs.store_url)}"
+        return f"the store {shown(theirs.store_url)}"
     return None
 
 
 def _described(settings: LedgerSettings) -> str:
-    store = "a private store" if settings.store_url is None else f"the store {_hide_password(settings.store_url)}"
+    store = "a private store" if settings.store_url is None else f"the store {shown(settings.store_url)}"
     return f"{describe_devices(settings.devices)} and {store}"
-
-
-def _hide_password(url: str) -> str:
-    scheme, mark, rest = url.partition("://")
-    return f"{scheme}{mark}{rest.rpartition('@')[2]}"
 
 
 def _refusal(error: errors.GpubossError) -> Wire:

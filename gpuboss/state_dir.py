@@ -15,13 +15,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import pwd
 import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuboss import identity, mounts
+from gpuboss import host_lock, identity, mounts
 from gpuboss.errors import StateDirError
 from gpuboss.host_lock import HostLock
 
@@ -61,6 +60,11 @@ class StateDir:
         return state
 
     @property
+    def is_shared(self) -> bool:
+        """Whether a group shares it: then what is made here is for all its members to write."""
+        return _is_shared(self.root)
+
+    @property
     def ledger_path(self) -> Path:
         """The node ledger's file for this boot."""
         return self.root / f"node-{identity.boot_id()}.sqlite"
@@ -95,6 +99,17 @@ class StateDir:
         if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
             return path
         return _short_directory(self.root, name) / f"{name}.sock"
+
+    def open_for_all(self, path: Path, flags: int) -> int:
+        """Open a file, made if need be, that every user of this directory may write. StateDirError names its owner."""
+        try:
+            handle = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o660)
+            status = os.fstat(handle)
+            if self.is_shared and status.st_uid == os.geteuid() and status.st_mode & 0o060 != 0o060:
+                os.fchmod(handle, 0o660)  # the umask took the group's right to write
+        except OSError as error:
+            raise _explained(path, error) from error
+        return handle
 
     def forget_other_boots(self) -> None:
         """Delete the ledgers of earlier boots, whose holders ended with the boot. Called by the keeper at its start."""
@@ -173,7 +188,7 @@ def _explained(path: Path, error: OSError) -> StateDirError:
             return StateDirError(f"{path} cannot be made, for part of it is a file: {_HINT}")
     group = "; join the group `gpuboss`" if SYSTEM_DIR in (path, *path.parents) else ""
     return StateDirError(
-        f"{path} cannot be written by {_user(os.geteuid())} ({error.strerror}; {there}: {_whose(there)})"
+        f"{path} cannot be written by {host_lock.user_name(os.geteuid())} ({error.strerror}; {there}: {_whose(there)})"
         f"{group}; {_HINT}"
     )
 
@@ -186,15 +201,7 @@ def _exists(path: Path) -> bool:
 
 
 def _whose(path: Path) -> str:
-    status = path.stat()
-    return f"owner {_user(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):04o}"
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
+    return host_lock.whose(path)
 
 
 def _short_directory(root: Path, name: str) -> Path:

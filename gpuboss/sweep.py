@@ -1,7 +1,7 @@
 """Which leases and rows have no living holder. Pure: the caller says who lives.
 
-Called by `gpuboss.keeper` after every look at the node. Evidence alone counts: a process that cannot be seen from here
-(another pid namespace) is never taken for dead.
+Called by `gpuboss.beats` after every look at the node. Evidence alone counts: a process that cannot be seen from here
+(another pid namespace) and has left no lock file (`gpuboss.holders`) is never taken for dead.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from gpuboss.ledger_rows import LedgerRow
 __all__ = ["StoredLease", "dead_leases", "dead_rows"]
 
 Look = Callable[[ProcessIdentity], Liveness]
+LookAtHolder = Callable[[str, ProcessIdentity], Liveness]
+"""Whether the process lives that holds the lease of this id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,12 @@ class StoredLease:
     """The process that asked for it."""
 
 
-def dead_rows(rows: Iterable[LedgerRow], look: Look) -> list[LedgerRow]:
-    """Rows whose holding process is dead. What it started may still live."""
-    return [row for row in rows if look(row.process) is Liveness.DEAD]
+def dead_rows(rows: Iterable[LedgerRow], look: LookAtHolder) -> list[LedgerRow]:
+    """Rows whose holding process is dead. What it started may still live.
+
+    A lease held by word has no process that could die: its end is the store's to say.
+    """
+    return [row for row in rows if row.process is not None and look(row.lease_id, row.process) is Liveness.DEAD]
 
 
 def dead_leases(
@@ -45,7 +50,8 @@ def dead_leases(
     1. A row stands: it is in use, whatever the store says.
     2. The row has vanished, also one that the store was never told of: its holder ended.
     3. Active or ending without a row: the same, or nobody ever made one and its asker asks no more.
-    4. Queued or granted: as long as the process that asked for it lives.
+    4. Queued or granted: as long as the process that asked for it lives. Lock files say nothing of those who ask; one
+       that asks no more and cannot be seen is left to the store's clock.
     """
     found = []
     for lease in leases:

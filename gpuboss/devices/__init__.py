@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import enum
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 from gpuboss.errors import DeviceError
 from gpuboss.units import MIB, format_bytes, parse_bytes
@@ -86,6 +88,8 @@ class Reading:
     """`time.monotonic()` when the driver was asked."""
     complete: bool = True
     """Whether a process that is not in `by_pid` uses nothing; False where figures per process are missing or none."""
+    without_figure: tuple[int, ...] = ()
+    """Pids of processes that use the device, of which the driver gives no figure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +183,16 @@ def devices_from_environment() -> tuple[DeviceSpec, ...] | None:
 
 def _count(probes: Sequence[Probe]) -> int:
     return sum(len(probe.devices()) for probe in probes)
+
+
+class _CallableModule(ModuleType):
+    """`gpuboss.devices` is this package and a function of the library, whichever was asked for first."""
+
+    def __call__(self, settings: Any = None) -> Any:
+        """See `gpuboss.looking.devices`."""
+        from gpuboss import looking
+
+        return looking.devices(settings)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -54,14 +54,15 @@ class NvmlProbe:
         used = int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used)
         by_pid: dict[int, int] = {}
         processes = self._processes(handle) if self._sees_pids else None
-        complete = processes is not None
+        silent: set[int] = set()
         for process in processes or ():
             if process.usedGpuMemory is None:  # how the package says "the driver does not tell"
-                complete = False
+                silent.add(int(process.pid))
             else:
                 # A process that computes and draws is in both lists with the same figure.
                 by_pid[int(process.pid)] = max(int(process.usedGpuMemory), by_pid.get(int(process.pid), 0))
-        return Reading(device.id, used, by_pid, at_s, complete=complete)
+        complete = processes is not None and not silent
+        return Reading(device.id, used, by_pid, at_s, complete=complete, without_figure=tuple(sorted(silent)))
 
     def _handles(self) -> Iterator[Any]:
         """Every card, or the parts of one that is split (MIG), which are devices of their own."""

@@ -10,14 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import redis
 
-from gpuboss import errors
+from gpuboss import errors, host_lock
 from gpuboss.client import Client
 from gpuboss.devices import Device, DeviceKind, parse_devices
 from gpuboss.host_lock import HostLock
 from gpuboss.identity import ProcessIdentity
 from gpuboss.keeper import Keeper
-from gpuboss.leases import LeaseState
+from gpuboss.leases import HolderKind, LeaseRequest, LeaseState, new_request_id
 from gpuboss.node_ledger import LedgerRow, NodeLedger
 from gpuboss.settings import LedgerSettings
 from gpuboss.state_dir import StateDir
@@ -151,6 +152,29 @@ async def test_kill_9_of_the_keeper_is_made_good_by_any_client(ledger: LedgerUnd
         assert (await asyncio.wait_for(client.wait_granted(waiters[2]), 10)).state is LeaseState.GRANTED
 
 
+async def test_a_lease_is_the_same_to_the_next_keeper_though_the_store_lost_everything(
+    ledger: LedgerUnderTest,
+) -> None:
+    async with await Client.connect(ledger.settings, name="first") as client:
+        request = LeaseRequest(
+            new_request_id(),
+            *("ours", HolderKind.SERVICE, ({"sim0": 60 * MIB},), 7),
+            preemptible=True,
+            grace_s=12.0,
+        )
+        held = await client.activate(await client.acquire(request))
+        keeper = ledger.keeper_pid
+        with redis.Redis(unix_socket_path=str(ledger.state.socket_path("store"))) as wiping:
+            os.kill(keeper, signal.SIGSTOP)  # it must not hear of the wipe before it dies
+            wiping.flushall()
+        os.kill(keeper, signal.SIGKILL)
+        await until(lambda: ledger.keeper_pid != keeper, "the next keeper")
+        await until(lambda: _state(client, held.id, LeaseState.ACTIVE), "the ledger to be back")
+        (found,) = (await client.snapshot()).leases
+        assert replace(found, since_ms=held.since_ms) == held
+        await client.release(held)
+
+
 async def test_a_keeper_killed_before_it_is_ready_is_followed_soon(ledger: LedgerUnderTest) -> None:
     async with await Client.connect(ledger.settings, name="first") as client:
         first = ledger.keeper_pid
@@ -248,7 +272,10 @@ async def test_a_holder_in_another_pid_namespace_is_never_taken_for_dead(ledger:
         assert not (await client.snapshot()).leases
 
 
-async def test_a_gpu_of_another_ledger_is_refused_with_its_directory(tmp_dir: Path) -> None:
+async def test_a_gpu_of_another_ledger_is_refused_with_its_directory(
+    tmp_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_lock, "_everybodys_directory", lambda: tmp_dir)
     gpu = Device(f"GPU-test-{tmp_dir.name}", DeviceKind.CUDA, "Test card", 0, MIB, 0, measured=True)
     with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
         one, other = (Keeper(StateDir.resolve(tmp_dir / name), LedgerSettings()) for name in ("one", "other"))

@@ -14,6 +14,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Mapping
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -37,7 +38,7 @@ Counters = dict[str, "Synchronized[int]"]
 class Unchecked(NodeLedger):
     """The ledger with its re-check switched off: believes whatever it is told."""
 
-    def _check_room(self, row: LedgerRow) -> None:
+    def _check_room(self, row: LedgerRow, adopts: Mapping[str, int]) -> None:
         pass
 
 

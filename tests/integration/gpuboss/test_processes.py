@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from gpuboss.identity import ProcessIdentity
-from gpuboss.processes import carriers, end_processes, family
+from gpuboss.processes import carriers, end_processes, family, living, name_of
 from tests.integration.gpuboss.keeper_harness import gone
 from tests.support import wait_until
 
@@ -43,6 +45,18 @@ def test_carriers_are_known_by_their_environment_when_their_parent_is_dead(tree:
     tree.kill()
     tree.wait()
     assert {lease: set(pids) for lease, pids in carriers(["abc", "ab"]).items()} == {"abc": children}
+
+
+def test_who_runs_is_named_whatever_it_is_called_and_a_zombie_runs_no_more(tmp_path: Path) -> None:
+    shutil.copy("/bin/sleep", tmp_path / "a) Z (b")
+    process = subprocess.Popen([tmp_path / "a) Z (b", "600"])
+    wait_until(lambda: name_of(process.pid) == "a) Z (b", "the program to be executed")
+    assert living([process.pid, 2**22 - 1]) == {process.pid: "a) Z (b"}
+    process.kill()
+    wait_until(lambda: gone(process.pid), "its end")
+    assert name_of(process.pid) is None, "it is a zombie"
+    process.wait()
+    assert name_of(process.pid) is None
 
 
 async def test_ending_a_lease_ends_all_its_processes(tree: subprocess.Popen[bytes]) -> None:

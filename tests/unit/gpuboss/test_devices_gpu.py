@@ -139,7 +139,7 @@ def test_nvidia_processes_that_compute_and_draw_are_counted_once() -> None:
 
 def test_nvidia_processes_without_a_figure_are_left_out_and_the_reading_says_so() -> None:
     (reading,) = cards(Card("GPU-a", compute=[process(7, None), process(8, GIB)])).read([])
-    assert reading.by_pid == {8: GIB}
+    assert (reading.by_pid, reading.without_figure) == ({8: GIB}, (7,))
     assert not reading.complete
 
 

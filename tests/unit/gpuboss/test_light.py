@@ -28,7 +28,7 @@ HEAVY = {
 """Each costs milliseconds that a caller would wait for at every load."""
 
 
-@pytest.mark.parametrize("module", ["gpuboss.node_ledger", "gpuboss.identity", "gpuboss.errors"])
+@pytest.mark.parametrize("module", ["gpuboss.node_ledger", "gpuboss.holders", "gpuboss.identity", "gpuboss.errors"])
 def test_what_the_shim_imports_brings_nothing_heavy_along(module: str) -> None:
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {module}; print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True)

@@ -6,7 +6,7 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from gpuboss import ledger_file
 from gpuboss.devices import Device, DeviceKind
 from gpuboss.errors import ActivationRefused, LedgerBusy, LedgerDamaged, StaleFence, StateDirError
 from gpuboss.identity import Liveness, ProcessIdentity
+from gpuboss.ledger_rows import Prior
 from gpuboss.node_ledger import LedgerReading, LedgerRow, NodeLedger
 from gpuboss.units import GIB
 
@@ -188,6 +189,185 @@ def test_nothing_settles_where_death_is_proof_enough(ledger: NodeLedger) -> None
     assert free(ledger) == {"GPU-a": 23, "sim0": 8, "cpu": 32}
 
 
+WHOLE = Device("GPU-w", DeviceKind.ROCM, "a card read as a whole", 3, 24 * GIB, 0, measured=True)
+
+
+def read(device: str, used: int = 0, *, at_s: float | None = None, **more: Any) -> LedgerReading:
+    """A reading of now by which `used` GiB are foreign."""
+    return LedgerReading(device, time.monotonic() if at_s is None else at_s, used * GIB, **more)
+
+
+def test_terms_are_kept_as_they_stand(ledger: NodeLedger) -> None:
+    entry = row(sim0=1).replace(terms='{"priority": 5}')
+    ledger.admit(entry)
+    ledger.admit(entry.replace(terms="other words for the same row"))
+    assert ledger.rows() == [entry]
+
+
+def test_a_lease_may_be_held_by_word_alone(ledger: NodeLedger) -> None:
+    entry = LedgerRow("lease-1", 5, 1, "job:notebook", {"GPU-a": 4 * GIB}, since_s=1000.0)
+    assert entry.process is None
+    ledger.admit(entry)
+    assert ledger.rows() == [entry]
+    with pytest.raises(StaleFence, match="is held by process None: process 100 is refused"):
+        ledger.admit(row(card=4))
+    assert ledger.remove("lease-1", 5, 1)
+    # Nobody owes it: who used the memory may go on to, as somebody without a lease.
+    assert ledger.priors()["GPU-a"].debts == ()
+    assert free(ledger)["GPU-a"] == 19
+    ledger.put_devices([CARD, SIM, RAM], [read("GPU-a", 4)])
+    assert free(ledger)["GPU-a"] == 19
+
+
+def test_a_process_named_by_half_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="together, or none"):
+        LedgerRow("lease-1", 5, 1, "job:x", {"sim0": 1}, pid=7)
+
+
+def test_what_the_holder_uses_already_counts_as_available_to_it_and_to_nobody_else(ledger: NodeLedger) -> None:
+    ledger.put_devices([CARD, SIM, RAM], [read("GPU-a", 20)])
+    with pytest.raises(ActivationRefused, match="10GiB wanted, 3GiB free; held by processes without a lease 20GiB"):
+        ledger.admit(row("adopter", card=10))
+    with pytest.raises(ActivationRefused):
+        ledger.admit(row("adopter", card=10), {"GPU-a": 6 * GIB})
+    ledger.admit(row("adopter", card=10), {"GPU-a": 9 * GIB, "sim0": GIB})
+    card = ledger.devices()[0]
+    assert (card.foreign_bytes, card.observed_bytes, card.free_bytes) == (11 * GIB, 9 * GIB, 2 * GIB)
+    with pytest.raises(ActivationRefused):
+        ledger.admit(row("next", card=3))
+
+
+def test_nobody_adopts_more_than_is_foreign(ledger: NodeLedger) -> None:
+    ledger.put_devices([CARD, SIM, RAM], [read("GPU-a", 4)])
+    with pytest.raises(ActivationRefused):
+        ledger.admit(row("adopter", card=24), {"GPU-a": 24 * GIB})
+    ledger.admit(row("adopter", card=23), {"GPU-a": 24 * GIB})
+    assert ledger.devices()[0].foreign_bytes == 0
+    assert free(ledger)["GPU-a"] == 0
+
+
+def test_a_holder_grows_where_it_fits_and_shrinks_at_once_where_nobody_measures(ledger: NodeLedger) -> None:
+    ledger.admit(row("robin", sim0=4, cpu=1))
+    ledger.admit(row("wren", sim0=2))
+    with pytest.raises(ActivationRefused, match=r"7GiB wanted, 2GiB free; held by slot:robin 4GiB, slot:wren 2GiB"):
+        ledger.resize("robin", 5, 1, {"sim0": 7 * GIB, "cpu": GIB})
+    assert ledger.rows()[0].shares == {"sim0": 4 * GIB, "cpu": GIB}
+    ledger.resize("robin", 5, 1, {"sim0": 6 * GIB, "cpu": 3 * GIB}, terms="new")
+    assert free(ledger) == {"GPU-a": 23, "sim0": 0, "cpu": 29}
+    ledger.resize("robin", 5, 1, {"sim0": 1 * GIB, "cpu": 3 * GIB})
+    assert free(ledger)["sim0"] == 5
+    assert ledger.rows()[0].terms == "new"
+
+
+def test_a_claim_follows_what_is_used_but_never_beyond_the_device(ledger: NodeLedger) -> None:
+    ledger.admit(row("robin", card=5))
+    ledger.put_devices([CARD, SIM, RAM], [LedgerReading("GPU-a", time.monotonic(), observed={"robin": 9 * GIB})])
+    ledger.resize("robin", 5, 1, {"GPU-a": 9 * GIB})
+    ledger.put_devices([CARD, SIM, RAM], [LedgerReading("GPU-a", time.monotonic(), observed={"robin": 30 * GIB})])
+    with pytest.raises(ActivationRefused, match="25GiB wanted, -7GiB free"):
+        ledger.resize("robin", 5, 1, {"GPU-a": 25 * GIB})
+    ledger.resize("robin", 5, 1, {"GPU-a": 5 * GIB})
+
+
+def test_a_resize_that_fails_on_one_device_changes_none(ledger: NodeLedger) -> None:
+    ledger.admit(row("robin", cpu=1, sim0=4))
+    with pytest.raises(ActivationRefused):
+        ledger.resize("robin", 5, 1, {"cpu": 2 * GIB, "sim0": 9 * GIB})
+    assert ledger.rows()[0].shares == {"sim0": 4 * GIB, "cpu": GIB}
+
+
+@pytest.mark.parametrize(
+    ("name", "epoch", "shares", "raised"),
+    [
+        ("wren", 5, {"sim0": 1}, StaleFence),
+        ("robin", 4, {"sim0": 1}, StaleFence),
+        ("robin", 5, {"sim0": 1, "cpu": 1}, ValueError),
+        ("robin", 5, {}, ValueError),
+        ("robin", 5, {"sim0": -1}, ValueError),
+    ],
+)
+def test_only_the_row_of_the_fence_is_resized_and_only_on_its_devices(
+    ledger: NodeLedger, name: str, epoch: int, shares: dict[str, int], raised: type[Exception]
+) -> None:
+    ledger.admit(row("robin", sim0=4))
+    with pytest.raises(raised):
+        ledger.resize(name, epoch, 1, shares)
+    assert free(ledger)["sim0"] == 4
+
+
+def test_what_a_holder_claims_no_more_is_free_when_a_reading_says_so(ledger: NodeLedger) -> None:
+    ledger.admit(row("robin", card=10))
+    ledger.put_devices([CARD, SIM, RAM], [read("GPU-a", observed={"robin": 8 * GIB})])
+    ledger.resize("robin", 5, 1, {"GPU-a": 4 * GIB})
+    # It is seen to use 8, and nobody knows of the other 2 before the next reading.
+    assert free(ledger)["GPU-a"] == 13
+    ledger.put_devices([CARD, SIM, RAM], [read("GPU-a", observed={"robin": 8 * GIB})])
+    assert free(ledger)["GPU-a"] == 15
+    ledger.resize("robin", 5, 1, {"GPU-a": 8 * GIB})
+    assert free(ledger)["GPU-a"] == 15, "it counted for that already"
+
+
+def test_a_holders_end_leaves_a_debt_of_the_most_it_was_seen_to_use(ledger: NodeLedger) -> None:
+    ledger.admit(row("robin", card=10, sim0=1))
+    for size in (8, 2):
+        ledger.put_devices(
+            [CARD, SIM, RAM], [read("GPU-a", observed={"robin": size * GIB}, base_bytes=GIB, per_process=True)]
+        )
+    ledger.remove("robin", 5, 1)
+    priors = ledger.priors()
+    (debt,) = priors["GPU-a"].debts
+    assert (debt.holder, debt.bytes, debt.floor_bytes) == ("slot:robin", 8 * GIB, GIB)
+    assert priors["sim0"] == Prior()
+    ledger.put_devices([CARD, SIM, RAM], [read("GPU-a", residual_bytes=8 * GIB, quarantined_bytes=8 * GIB)])
+    card = ledger.devices()[0]
+    assert (card.quarantined_bytes, card.residual_bytes, card.settling_bytes) == (8 * GIB, 8 * GIB, 0)
+    assert free(ledger)["GPU-a"] == 15
+    with pytest.raises(ActivationRefused, match="ended holders, not given back by the driver 8GiB"):
+        ledger.admit(row("next", card=16))
+    ledger.put_devices([CARD, SIM, RAM], [read("GPU-a", paid=(debt.id,))])
+    assert ledger.priors()["GPU-a"].debts == ()
+    assert free(ledger)["GPU-a"] == 23
+
+
+def test_a_holder_that_was_never_seen_owes_what_it_claimed_and_floors_are_below_other_debts(ledger: NodeLedger) -> None:
+    for name in ("robin", "wren"):
+        ledger.admit(row(name, card=5))
+    ledger.put_devices([CARD, SIM, RAM], [read("GPU-a", base_bytes=GIB)])
+    ledger.remove("robin", 5, 1)
+    # What robin left is loose now: it must not become the floor that wren's memory is measured from.
+    ledger.put_devices([CARD, SIM, RAM], [read("GPU-a", base_bytes=6 * GIB)])
+    ledger.remove("wren", 5, 1)
+    assert [(debt.bytes, debt.floor_bytes) for debt in ledger.priors()["GPU-a"].debts] == [(5 * GIB, GIB)] * 2
+
+
+def test_where_only_the_whole_is_measured_one_holder_begins_at_a_time(ledger: NodeLedger) -> None:
+    devices = [CARD, SIM, RAM, WHOLE]
+    ledger.put_devices(devices, [read("GPU-w", per_process=False)])
+    ledger.admit(LedgerRow("robin", 5, 1, "slot:robin", {"GPU-w": 4 * GIB}, 100, 77, 1))
+    with pytest.raises(
+        ActivationRefused,
+        match=r"GPU-w: 4GiB wanted, 20GiB free; held by slot:robin 4GiB; its driver gives no figures per process, so "
+        r"one holder begins at a time: slot:robin began 0\.\d s ago, the last reading is 0\.\d s old$",
+    ) as caught:
+        ledger.admit(LedgerRow("wren", 5, 2, "slot:wren", {"GPU-w": 4 * GIB}, 101, 77, 1))
+    assert caught.value.settling_bytes == 4 * GIB, "a reading is due, and then it is worth another try"
+    assert ledger.priors()["GPU-w"].new == ("robin",)
+    before = time.monotonic() - 60
+    ledger.put_devices(devices, [read("GPU-w", per_process=False, at_s=before)])
+    with pytest.raises(ActivationRefused):
+        ledger.admit(LedgerRow("wren", 5, 2, "slot:wren", {"GPU-w": 4 * GIB}, 101, 77, 1))
+    ledger.put_devices(devices, [read("GPU-w", per_process=False, observed={"robin": GIB})])
+    ledger.admit(LedgerRow("wren", 5, 2, "slot:wren", {"GPU-w": 4 * GIB}, 101, 77, 1))
+    assert ledger.priors()["GPU-w"].new == ("wren",)
+    assert ledger.priors()["GPU-w"].observed == {"robin": GIB}
+
+
+def test_where_processes_are_measured_holders_begin_as_they_come(ledger: NodeLedger) -> None:
+    ledger.put_devices([CARD, SIM, RAM], [read("GPU-a")])
+    for number in range(3):
+        ledger.admit(row(f"lease-{number}", seq=number, card=2))
+
+
 def test_a_device_without_a_reading_keeps_its_last_and_a_lease_without_one_is_unmeasured(ledger: NodeLedger) -> None:
     ledger.admit(row("robin", card=1))
     ledger.put_devices(
@@ -270,7 +450,7 @@ def test_a_ledger_of_another_version_is_refused_with_both_numbers(tmp_path: Path
     with sqlite3.connect(tmp_path / "node.sqlite") as other:
         other.execute("PRAGMA user_version = 99")
     other.close()
-    with pytest.raises(LedgerDamaged, match=r"its schema is 99, this is 1"):
+    with pytest.raises(LedgerDamaged, match=r"its schema is 99, this is 2"):
         NodeLedger(tmp_path / "node.sqlite")
 
 
@@ -340,9 +520,9 @@ def test_a_connection_used_by_another_thread_is_the_callers_mistake_and_stays_on
 class CheckedBefore(NodeLedger):
     """A ledger that checks first and writes in another transaction."""
 
-    def admit(self, row: LedgerRow) -> None:
+    def admit(self, row: LedgerRow, adopts: Mapping[str, int] | None = None) -> None:
         with self._transaction(write=False):
-            self._check_room(row)
+            self._check_room(row, {})
         self.between()
         with self._transaction():
             self._insert(row)

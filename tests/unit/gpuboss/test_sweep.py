@@ -42,6 +42,11 @@ def test_4_before_it_is_active_its_asker_counts(state: LeaseState, owner: Livene
 
 def test_a_row_is_dead_when_its_process_is_known_to_be() -> None:
     row = LedgerRow("a", 1, 1, "job:a", {"sim0": 1}, pid=7, start_ticks=1, pid_namespace=1)
-    assert dead_rows([row], lambda _: Liveness.DEAD) == [row]
-    assert dead_rows([row], lambda _: Liveness.UNKNOWN) == []
-    assert dead_rows([row], lambda _: Liveness.ALIVE) == []
+    assert dead_rows([row], lambda _, __: Liveness.DEAD) == [row]
+    assert dead_rows([row], lambda _, __: Liveness.UNKNOWN) == []
+    assert dead_rows([row], lambda _, __: Liveness.ALIVE) == []
+
+
+def test_a_lease_held_by_word_has_no_process_that_could_be_dead() -> None:
+    row = LedgerRow("a", 1, 1, "job:a", {"sim0": 1})
+    assert dead_rows([row], lambda _, __: Liveness.DEAD) == []
