@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -16,10 +18,13 @@ import pytest
 
 from gpuboss import errors
 from gpuboss.client import Client
+from gpuboss.entries import Entries
+from gpuboss.identity import ProcessIdentity
 from gpuboss.leases import HOLDS_MEMORY, HolderKind, Lease, LeaseRequest, LeaseState, Snapshot, new_request_id
+from gpuboss.node_ledger import LedgerRow, NodeLedger
 from gpuboss.scripts import Script
 from gpuboss.store import Event, Store
-from tests.integration.gpuboss.keeper_harness import MIB, ROOT, LedgerUnderTest, ask, descriptors
+from tests.integration.gpuboss.keeper_harness import MIB, LedgerUnderTest, ask, descriptors
 from tests.support import until
 
 
@@ -137,21 +142,19 @@ async def test_without_any_wake_up_a_waiter_is_granted_by_the_tick(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped: list[Event] = []
-    listening = asyncio.Event()
     real = Store.read_events
 
     async def deaf(self: Store, after: str | None, block_s: float) -> tuple[str, list[Event]]:
-        listening.set()
         place, events = await real(self, after, block_s)
         dropped.extend(events)
         return place, []
 
     monkeypatch.setattr(Store, "read_events", deaf)
-    await listening.wait()
     held, queued = await client.acquire(ask()), await client.acquire(ask())
+    await until(client._lookout.listening.is_set, "the client to listen")
     await client.release(held)
     assert (await asyncio.wait_for(client.wait_granted(queued), 5)).state is LeaseState.GRANTED
-    assert queued.id in {event.lease_id for event in dropped}
+    await until(lambda: queued.id in {event.lease_id for event in dropped}, "the event that nobody heard")
 
 
 async def test_close_gives_up_what_waits_and_leaves_no_task_and_no_descriptor(ledger: LedgerUnderTest) -> None:
@@ -193,55 +196,13 @@ async def test_processes_share_one_queue(ledger: LedgerUnderTest, client: Client
         assert (await asyncio.wait_for(other.wait_granted(queued), 5)).state is LeaseState.GRANTED
 
 
-async def test_the_command_shows_devices_and_leases(ledger: LedgerUnderTest, client: Client) -> None:
-    await client.acquire(ask(60 * MIB, holder="job:sft-12", priority=50))
-    await client.acquire(ask(60 * MIB, holder="slot:robin"))
-    table = await asyncio.to_thread(_command, ledger, "devices")
-    assert table.splitlines()[1].split() == [
-        "sim0",
-        "sim",
-        "100MiB",
-        "0B",
-        "60MiB",
-        "-",
-        "-",
-        "40MiB",
-        "simulated",
-        "device",
-    ]
-    table = await asyncio.to_thread(_command, ledger, "ps")
-    assert "batch     granted" in table
-    assert "queued (1)" in table
-    devices = json.loads(await asyncio.to_thread(_command, ledger, "devices", "--json"))
-    assert [(found["id"], found["free_bytes"]) for found in devices] == [("sim0", 40 * MIB), ("sim1", 100 * MIB)]
-    leases = json.loads(await asyncio.to_thread(_command, ledger, "ps", "--json"))
-    assert [(found["holder"], found["state"], found["position"]) for found in leases] == [
-        ("job:sft-12", "granted", None),
-        ("slot:robin", "queued", 1),
-    ]
-
-
-async def test_the_command_says_why_it_cannot(ledger: LedgerUnderTest) -> None:
-    words = [sys.executable, "-m", "gpuboss.cli", "devices", "--state-dir", str(ledger.directory)]
-    run = await asyncio.to_thread(
-        subprocess.run,
-        words,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"GPUBOSS_DEVICES": "sim0=lots"},
-    )
-    assert run.returncode == 1
-    assert run.stderr.startswith("gpuboss: device 'sim0'")
-
-
 async def test_an_unanswered_acquire_is_given_up(ledger: LedgerUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     hasty = replace(ledger.settings.timings, renew_deadline_s=1.2)
     async with await Client.connect(replace(ledger.settings, timings=hasty), name="test") as client:
         real = Store.call_once
 
-        async def mute(self: Store, script: Script, *arguments: Any) -> Any:
-            reply = await real(self, script, *arguments)
+        async def mute(self: Store, script: Script, *arguments: Any, **more: Any) -> Any:
+            reply = await real(self, script, *arguments, **more)
             if script is Script.ACQUIRE:
                 raise errors.StoreUnavailable("the reply was lost")
             return reply
@@ -261,6 +222,96 @@ async def _is_empty(client: Client) -> bool:
     return not leases
 
 
-def _command(ledger: LedgerUnderTest, *arguments: str) -> str:
-    words = [sys.executable, "-m", "gpuboss.cli", *arguments, "--state-dir", str(ledger.directory)]
-    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+async def test_what_a_dead_holder_left_in_the_books_is_cleared_before_an_activation_fails(
+    ledger: LedgerUnderTest, client: Client
+) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)  # noqa: ASYNC220
+    who = ProcessIdentity.of(dead.pid)
+    dead.communicate()
+    lease = await client.acquire(ask(60 * MIB))
+    with NodeLedger(ledger.state.ledger_path) as books:
+        shares = {"sim0": 60 * MIB}
+        books.admit(LedgerRow("dead", 1, 1, "job:dead", shares, who.pid, who.start_ticks, who.pid_namespace))
+    assert (await client.activate(lease)).state is LeaseState.ACTIVE
+    with NodeLedger(ledger.state.ledger_path) as books:
+        assert [row.lease_id for row in books.rows()] == [lease.id]
+    await client.release(lease)
+
+
+async def test_an_activation_that_is_refused_leaves_no_row(ledger: LedgerUnderTest, client: Client) -> None:
+    lease = await client.acquire(ask(60 * MIB))
+    me = ProcessIdentity.current()
+    with NodeLedger(ledger.state.ledger_path) as books:
+        row = LedgerRow("other", 1, 1, "job:other", {"sim0": 60 * MIB}, me.pid, me.start_ticks, me.pid_namespace)
+        books.admit(row)
+        with pytest.raises(errors.ActivationRefused, match="job:other 60MiB"):
+            await client.activate(lease)
+        assert [found.lease_id for found in books.rows()] == ["other"]
+        books.remove("other", 1, 1)
+    await client.cancel(lease)
+
+
+async def test_a_cancelled_activation_is_undone(
+    ledger: LedgerUnderTest, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = await client.acquire(ask(60 * MIB))
+    entering, go_on = threading.Event(), threading.Event()
+    real = Entries.enter
+
+    def slow(self: Entries, *arguments: Any, **more: Any) -> None:
+        entering.set()
+        go_on.wait(20)
+        real(self, *arguments, **more)
+
+    monkeypatch.setattr(Entries, "enter", slow)
+    activating = asyncio.create_task(client.activate(lease))
+    await asyncio.to_thread(entering.wait, 20)
+    activating.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await activating
+    with NodeLedger(ledger.state.ledger_path) as books:
+        assert books.rows() == []
+    await client.cancel(lease)
+
+
+async def test_a_store_that_is_away_does_not_keep_a_granted_lease_from_its_use(
+    ledger: LedgerUnderTest, client: Client
+) -> None:
+    lease = await client.acquire(ask(60 * MIB))
+    os.kill(ledger.store_pid, signal.SIGSTOP)
+    try:
+        activated = await client.activate(lease)
+        assert activated.fence == lease.fence
+        with NodeLedger(ledger.state.ledger_path) as books:
+            assert [row.lease_id for row in books.rows()] == [lease.id]
+    finally:
+        os.kill(ledger.store_pid, signal.SIGCONT)
+    await until(lambda: _is_active(client, lease), "the keeper to tell the store")
+    await client.release(lease)
+
+
+async def _is_active(client: Client, lease: Lease) -> bool:
+    found = await client.find(lease.id)
+    return found is not None and found.state is LeaseState.ACTIVE
+
+
+async def test_growth_that_the_books_refuse_changes_nothing(ledger: LedgerUnderTest, client: Client) -> None:
+    lease = await client.activate(await client.acquire(ask(40 * MIB)))
+    me = ProcessIdentity.current()
+    with NodeLedger(ledger.state.ledger_path) as books:
+        row = LedgerRow("other", 1, 1, "job:other", {"sim0": 50 * MIB}, me.pid, me.start_ticks, me.pid_namespace)
+        books.admit(row)
+        with pytest.raises(errors.LeaseRefused, match="60MiB"):
+            await client.resize(lease, [{"sim0": 60 * MIB}])
+        books.remove("other", 1, 1)
+    found = await client.find(lease.id)
+    assert found is not None
+    assert found.shares == {"sim0": 40 * MIB}
+    grown = await client.resize(found, [{"sim0": 60 * MIB}], priority=3)
+    assert (grown.shares, grown.priority) == ({"sim0": 60 * MIB}, 3)
+    with NodeLedger(ledger.state.ledger_path) as books:
+        (row,) = books.rows()
+    assert row.shares == {"sim0": 60 * MIB}
+    assert json.loads(row.terms)["priority"] == 3
+    await client.release(grown)

@@ -1,0 +1,162 @@
+"""`gpuboss devices` and `gpuboss ps`: one look at the ledger.
+
+Called by the package's `main`; `top` and `node` use the same columns and fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from gpuboss.cli import words
+from gpuboss.cli.exits import Exit
+from gpuboss.cli.output import connect, print_json, print_table
+from gpuboss.devices import Device
+from gpuboss.leases import DeviceUse, Lease, LeaseState, Snapshot
+from gpuboss.priority import name_of
+from gpuboss.units import format_bytes
+
+__all__ = ["LEASE_COLUMNS", "device_fields", "devices", "lease_cells", "lease_fields", "ps", "snapshot_of"]
+
+_DEVICE_COLUMNS = (
+    *("DEVICE", "KIND", ">TOTAL", ">RESERVE", ">LEASED", ">IN USE", ">OTHERS", ">QUARANTINED", ">FREE", "NAME"),
+)
+LEASE_COLUMNS = ("LEASE", "HOLDER", "PRIORITY", "STATE", ">SINCE", ">PID", "MEMORY")
+
+
+def devices(told: argparse.Namespace) -> int:
+    """Print the devices."""
+    uses = asyncio.run(_look(told)).devices
+    if told.json:
+        print_json([device_fields(use) for use in uses])
+        return Exit.DONE
+    print_table(_DEVICE_COLUMNS, [_device_cells(use) for use in uses])
+    if strangers := words.foreign(uses):
+        print("\n" + "\n".join(strangers) + "\n`gpuboss adopt --pid PID` gives such a process a lease.")
+    return Exit.DONE
+
+
+def ps(told: argparse.Namespace) -> int:
+    """Print the leases."""
+    snapshot = asyncio.run(_look(told))
+    if told.json:
+        print_json([lease_fields(lease) for lease in snapshot.leases])
+        return Exit.DONE
+    print_table(LEASE_COLUMNS, [lease_cells(lease, snapshot.devices) for lease in snapshot.leases])
+    return Exit.DONE
+
+
+async def _look(told: argparse.Namespace) -> Snapshot:
+    async with await connect(told) as client:
+        return await client.snapshot()
+
+
+def snapshot_of(snapshot: Snapshot) -> dict[str, Any]:
+    """A whole snapshot for JSON."""
+    return {
+        "epoch": snapshot.epoch,
+        "devices": [device_fields(use) for use in snapshot.devices],
+        "leases": [lease_fields(lease) for lease in snapshot.leases],
+    }
+
+
+def device_fields(use: DeviceUse) -> dict[str, Any]:
+    """A device for JSON."""
+    device = use.device
+    return {
+        "id": device.id,
+        "kind": device.kind.value,
+        "name": device.name,
+        "index": device.index,
+        "measured": device.measured,
+        "total_bytes": device.total_bytes,
+        "reserve_bytes": device.reserve_bytes,
+        "claimed_bytes": use.claimed_bytes,
+        "observed_bytes": use.observed_bytes,
+        "foreign_bytes": use.foreign_bytes,
+        "foreign_pids": [{"pid": found.pid, "name": found.name, "bytes": found.bytes} for found in use.foreign_pids],
+        "residual_bytes": use.residual_bytes,
+        "quarantined_bytes": use.quarantined_bytes,
+        "free_bytes": use.free_bytes,
+    }
+
+
+def lease_fields(lease: Lease) -> dict[str, Any]:
+    """A lease for JSON."""
+    notice = lease.notice
+    return {
+        "id": lease.id,
+        "holder": lease.holder,
+        "kind": lease.kind.value,
+        "state": lease.state.value,
+        "priority": lease.priority,
+        "shares": dict(lease.shares),
+        "position": lease.position,
+        "preemptible": lease.preemptible,
+        "grace_s": lease.grace_s,
+        "ttl_s": lease.ttl_s,
+        "notice": None
+        if notice is None
+        else {
+            "by": notice.by,
+            "holder": notice.holder,
+            "priority": notice.priority,
+            "since_ms": notice.since_ms,
+            "left_s": notice.left_s,
+            "acknowledged": notice.acknowledged,
+        },
+        "fence": None if lease.fence is None else [lease.fence.epoch, lease.fence.seq],
+        "node": lease.node,
+        "pid": lease.owner.pid,
+        "since_ms": lease.since_ms,
+    }
+
+
+def lease_cells(lease: Lease, uses: Iterable[DeviceUse]) -> tuple[str, ...]:
+    """A lease's row under LEASE_COLUMNS."""
+    preemptible = " (yields)" if lease.preemptible else ""
+    names = {use.device.id: use.device for use in uses}
+    return (
+        words.short_id(lease.id),
+        lease.holder,
+        f"{name_of(lease.priority)}{preemptible}",
+        _state(lease),
+        words.ago(lease.since_ms),
+        str(lease.owner.pid),
+        _memory(lease, names),
+    )
+
+
+def _state(lease: Lease) -> str:
+    if lease.state is LeaseState.QUEUED:
+        return f"{lease.state} ({lease.position})"
+    if lease.notice is not None:
+        who = lease.notice.holder or "a person"
+        return f"{lease.state}, to yield to {who} in {max(0.0, lease.notice.left_s):.0f}s"
+    return lease.state.value
+
+
+def _memory(lease: Lease, devices: dict[str, Device]) -> str:
+    held = [
+        f"{words.device_name(devices[device_id]) if device_id in devices else device_id} {format_bytes(size)}"
+        for device_id, size in sorted(lease.shares.items())
+    ]
+    return ", ".join(held) or "-"
+
+
+def _device_cells(use: DeviceUse) -> tuple[str, ...]:
+    device = use.device
+    name = words.device_name(device)
+    sizes = [format_bytes(size) for size in (device.total_bytes, device.reserve_bytes, use.claimed_bytes)]
+    return (
+        name,
+        device.kind.value,
+        *sizes,
+        "-" if use.observed_bytes is None else format_bytes(use.observed_bytes),
+        format_bytes(use.foreign_bytes + use.residual_bytes - use.quarantined_bytes) if device.measured else "-",
+        format_bytes(use.quarantined_bytes) if device.measured else "-",
+        format_bytes(use.free_bytes),
+        device.name if name == device.id else f"{device.name} {device.id}",
+    )

@@ -1,0 +1,151 @@
+"""What is said to people about leases and devices: names, ages, why somebody waits, who wants the memory back. Pure.
+
+Called by the package's commands. Every sentence carries its numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from gpuboss.devices import Device, DeviceKind
+from gpuboss.leases import HOLDS_MEMORY, DeviceUse, Lease, LeaseState, Notice, Shares, Snapshot
+from gpuboss.priority import name_of
+from gpuboss.units import format_bytes
+
+__all__ = ["ago", "device_name", "duration", "foreign", "notice", "shares", "short_id", "waiting"]
+
+_BOARDS = frozenset({DeviceKind.CUDA, DeviceKind.ROCM, DeviceKind.METAL})
+_MOST_HOLDERS = 4
+"""As many are named in one line; the others are counted."""
+
+
+def device_name(device: Device) -> str:
+    """`gpu0` for a board, whose id is a UUID that nobody types; a device's own id otherwise."""
+    return f"gpu{device.index}" if device.kind in _BOARDS else device.id
+
+
+def short_id(lease_id: str) -> str:
+    """Enough of a lease's id to name it."""
+    return lease_id[:12]
+
+
+def ago(since_ms: int) -> str:
+    """Rough age of a moment on the wall clock: `40s`, `12m`, `3h`, `2d`."""
+    return duration(time.time() - since_ms / 1000)
+
+
+def duration(seconds: float) -> str:
+    """The same of a time in seconds."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{int(seconds // size)}{unit}"
+    return f"{max(0, int(seconds))}s"
+
+
+def shares(held: Shares, devices: Iterable[Device]) -> str:
+    """`20GiB of gpu0`, `20GiB of gpu0 and gpu1`, `20GiB of gpu0, 8GiB of cpu`."""
+    names = {device.id: device_name(device) for device in devices}
+    by_size: dict[int, list[str]] = {}
+    for device_id, size in held.items():
+        by_size.setdefault(size, []).append(names.get(device_id, device_id))
+    return ", ".join(f"{format_bytes(size)} of {_and(sorted(on))}" for size, on in by_size.items())
+
+
+def waiting(snapshot: Snapshot, lease: Lease, options: Sequence[Shares]) -> str:
+    """Why a lease is not granted yet: its place, what it wants, what is free of that, and who holds the rest.
+
+    Of several options the one that lacks the least is told of.
+    """
+    free = {use.device.id: use.free_bytes for use in snapshot.devices}
+    option = min(options, key=lambda option: _lacking(option, free))
+    uses = [use for use in snapshot.devices if use.device.id in option]
+    queue = [other for other in snapshot.leases if other.state is LeaseState.QUEUED]
+    place = next((other.position for other in queue if other.id == lease.id), lease.position)
+    parts = [f"position {place} of {max(len(queue), place or 1)}", _wanted(option, uses)]
+    if held := _holders(snapshot.leases, uses):
+        parts.append(f"held by {held}")
+    if _lacking(option, free) == 0 and (
+        ahead := [other.holder for other in queue if (other.position or 0) < (place or 0)]
+    ):
+        parts.append(f"kept for {_few(ahead)}, who came first")
+    return "; ".join(parts)
+
+
+def foreign(uses: Iterable[DeviceUse]) -> list[str]:
+    """One line per process that uses a device without a lease."""
+    return [
+        f"{device_name(use.device)}: {found.name or 'a process'} (pid {found.pid}) uses "
+        f"{'an unknown amount' if found.bytes is None else format_bytes(found.bytes)} without a lease"
+        for use in uses
+        for found in use.foreign_pids
+    ]
+
+
+def notice(told: Notice) -> str:
+    """Who wants a holder's memory, and how soon."""
+    who = told.holder or "a person"
+    if told.by:
+        who += f" ({name_of(told.priority)})"
+    return f"{who} wants this memory back in {max(0.0, told.left_s):.0f} s"
+
+
+def _wanted(option: Shares, uses: Sequence[DeviceUse]) -> str:
+    sizes = set(option.values())
+    if len(uses) == 1 or len(sizes) > 1:
+        return ", ".join(
+            f"{format_bytes(option[use.device.id])} of {device_name(use.device)} wanted, {_free(use)} free"
+            for use in uses
+        )
+    free = _and([f"{device_name(use.device)} ({_free(use)} free)" for use in uses])
+    return f"{format_bytes(sizes.pop())} wanted on each of {free}"
+
+
+def _free(use: DeviceUse) -> str:
+    return format_bytes(max(0, use.free_bytes))
+
+
+def _lacking(option: Shares, free: Mapping[str, int]) -> int:
+    return sum(max(0, size - free.get(device_id, 0)) for device_id, size in option.items())
+
+
+def _holders(leases: Iterable[Lease], uses: Sequence[DeviceUse]) -> str:
+    wanted = {use.device.id for use in uses}
+    held: list[tuple[int, str]] = []
+    for lease in leases:
+        size = sum(size for device_id, size in lease.shares.items() if device_id in wanted)
+        if size and lease.state in HOLDS_MEMORY:
+            held.append((size, f"{lease.holder} {format_bytes(size)}{_remark(lease)}"))
+    for use in uses:
+        held += [
+            (found.bytes or 0, f"{found.name or 'pid'} ({found.pid}, no lease) {format_bytes(found.bytes or 0)}")
+            for found in use.foreign_pids
+        ]
+        rest = use.foreign_bytes - sum(found.bytes or 0 for found in use.foreign_pids)
+        for size, what in (
+            (rest, "programs without a lease"),
+            (use.residual_bytes - use.quarantined_bytes, "leftovers of holders"),
+            (use.quarantined_bytes, "quarantine (ended holders' memory that the driver did not give back)"),
+        ):
+            if size > 0:
+                held.append((size, f"{what} {format_bytes(size)}"))
+    held.sort(key=lambda one: -one[0])
+    return _few([text for _, text in held])
+
+
+def _remark(lease: Lease) -> str:
+    if lease.notice is not None:
+        return f" (told to yield, {max(0.0, lease.notice.left_s):.0f} s left)"
+    return " (not renewed)" if lease.state is LeaseState.ENDING else ""
+
+
+def _few(names: Sequence[str]) -> str:
+    """`a, b, c, d and 3 others`."""
+    shown = ", ".join(names[:_MOST_HOLDERS])
+    more = len(names) - _MOST_HOLDERS
+    return shown if more <= 0 else f"{shown} and {more} {'other' if more == 1 else 'others'}"
+
+
+def _and(names: Collection[str]) -> str:
+    words = list(names)
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
