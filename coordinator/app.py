@@ -21,10 +21,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from coordinator import openapi
-from coordinator.api import control, health, models, raw
-from coordinator.broker import Broker
-from coordinator.errors import BadRequest, MethodRefused, PathUnknown
+from coordinator.api import control, health, leases, models, raw
+from coordinator.broker import Broker, Parts
+from coordinator.errors import BadJson, BadRequest, MethodRefused, PathUnknown
 from coordinator.front import Front
+from coordinator.lease_desk import LeaseDesk
 from coordinator.security import Gate
 from coordinator.settings import Settings
 from gpuboss.client import Client
@@ -32,6 +33,7 @@ from gpuboss.devices import Device, DeviceKind
 from gpuboss.settings import LedgerSettings
 from gpuboss.state_dir import StateDir
 from inference.engines import find_llama_server
+from inference.externals import Externals
 from inference.pool import Pool
 from inference.queue import QueueLimits
 from inference.registry import Changes, Registry, Room
@@ -51,7 +53,7 @@ def create_app(settings: Settings) -> FastAPI:
     The lifespan raises GpubossError and InferenceError, each with its remedy, when the pool cannot start.
     """
     gate = Gate(api_key=settings.api_key, host=settings.host, port=settings.port, allowed_hosts=settings.allowed_hosts)
-    broker = Broker(lambda: _running_pool(settings), log_dir=StateDir.resolve(settings.state_dir).log_dir)
+    broker = Broker(lambda: _running(settings), log_dir=StateDir.resolve(settings.state_dir).log_dir)
     return assemble(broker, gate, access_log=settings.log_level == "debug")
 
 
@@ -76,7 +78,7 @@ def assemble(broker: Broker, gate: Gate, *, access_log: bool = False) -> FastAPI
         telemetry=_NO_TELEMETRY,
     )
     app.state.broker = broker
-    for family in (models, health, control):
+    for family in (models, health, control, leases):
         app.include_router(family.routes(broker))
     endpoints = raw.endpoints(broker)
     openapi.document(app, endpoints)
@@ -87,8 +89,8 @@ def assemble(broker: Broker, gate: Gate, *, access_log: bool = False) -> FastAPI
 
 
 @contextlib.asynccontextmanager
-async def _running_pool(settings: Settings) -> AsyncIterator[Pool]:
-    """A pool with everything beneath it, from the ledger up; ended in reverse."""
+async def _running(settings: Settings) -> AsyncIterator[Parts]:
+    """All that works, from the ledger up; ended in reverse."""
     ledger = await Client.connect(
         LedgerSettings(
             state_dir=settings.state_dir,
@@ -109,11 +111,17 @@ async def _running_pool(settings: Settings) -> AsyncIterator[Pool]:
             ledger=ledger,
             find_engine=lambda backend: _find_engine(settings, backend),
             node=socket.gethostname(),
+            preempt_grace_s=settings.preempt_grace_s,
         )
         stack.push_async_callback(pool.shutdown)
         await pool.startup()
         await stack.enter_async_context(_watching(registry, pool))
-        yield pool
+        desk = LeaseDesk(ledger)
+        stack.push_async_callback(desk.close)
+        externals = Externals(settings.external_specs(), ledger)
+        externals.startup()
+        stack.push_async_callback(externals.shutdown)
+        yield Parts(pool, desk, externals)
 
 
 @contextlib.asynccontextmanager
@@ -158,12 +166,18 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
         raise MethodRefused(f"{request.url.path} takes {allow}, not {request.method}", allow=allow)
+    if error.status_code == 400:
+        raise BadJson("the request body cannot be read as JSON")
     raise PathUnknown(f"{request.url.path} is not an endpoint of Model Boss; GET /docs lists them")
 
 
 async def _invalid(_: Request, error: Exception) -> Response:
-    """A path or query parameter is wrong: name it, never repeat its value."""
+    """A parameter or a field of the body is wrong: name it."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    name = str(first["loc"][-1])
-    raise BadRequest(f"{name}: {first['msg']}", param=name)
+    if first["type"] == "json_invalid":
+        raise BadJson(f"the request body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
+    where, words = first["loc"], str(first["msg"]).removeprefix("Value error, ")
+    if where == ("body",):
+        raise BadRequest(words)
+    raise BadRequest(f"{where[-1]}: {words}", param=str(where[-1]))

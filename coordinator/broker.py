@@ -1,4 +1,4 @@
-"""The pool's life as the HTTP face sees it: one object that every endpoint holds.
+"""The parts that work, and their life, as the HTTP face sees them: one object that every endpoint holds.
 
 Built and wired by `app.py`; started and ended by the application's lifespan; `server.py` begins the end at a signal.
 """
@@ -9,23 +9,36 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator.lease_desk import LeaseDesk
+from inference.externals import Externals
 from inference.pool import Pool
 
-OpenPool = Callable[[], AbstractAsyncContextManager[Pool]]
-"""Gives a pool that runs while the context is open."""
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What runs while the broker does."""
+
+    pool: Pool
+    desk: LeaseDesk
+    externals: Externals
+
+
+OpenParts = Callable[[], AbstractAsyncContextManager[Parts]]
+"""Gives parts that run while the context is open."""
 
 
 class Broker:
-    """Holds the running pool; knows whether it is on its way out."""
+    """Holds the running parts; knows whether it is on its way out."""
 
-    def __init__(self, open_pool: OpenPool, *, log_dir: Path) -> None:
+    def __init__(self, open_parts: OpenParts, *, log_dir: Path) -> None:
         self.log_dir = log_dir
         """Where the engines' logs lie."""
-        self._open_pool = open_pool
+        self._open_parts = open_parts
         self._stack = AsyncExitStack()
-        self._pool: Pool | None = None
+        self._parts: Parts | None = None
         self._ending: asyncio.Task[None] | None = None
         self.started_at_s = time.time()
         """Wall clock; models carry it as `created`."""
@@ -33,8 +46,17 @@ class Broker:
     @property
     def pool(self) -> Pool:
         """The running pool. The server accepts no connection before there is one."""
-        assert self._pool is not None, "a request before startup"
-        return self._pool
+        return self._running.pool
+
+    @property
+    def desk(self) -> LeaseDesk:
+        """Where leases are asked for over HTTP."""
+        return self._running.desk
+
+    @property
+    def externals(self) -> Externals:
+        """The programs that run beside us."""
+        return self._running.externals
 
     @property
     def stopping(self) -> bool:
@@ -42,12 +64,12 @@ class Broker:
         return self._ending is not None
 
     async def startup(self) -> None:
-        """Open the pool.
+        """Open the parts.
 
         Raises:
             GpubossError, InferenceError: with the remedy.
         """
-        self._pool = await self._stack.enter_async_context(self._open_pool())
+        self._parts = await self._stack.enter_async_context(self._open_parts())
 
     def begin_shutdown(self) -> None:
         """Refuse who waits and end the engines; callers being served have the pool's grace. Returns at once."""
@@ -59,3 +81,8 @@ class Broker:
         self.begin_shutdown()
         assert self._ending is not None
         await self._ending
+
+    @property
+    def _running(self) -> Parts:
+        assert self._parts is not None, "a request before startup"
+        return self._parts

@@ -36,6 +36,15 @@ _EXAMPLES: Mapping[str, object] = {
     "store": "redis://127.0.0.1:6379/0",
     "devices": [{"id": "sim0", "kind": "sim", "vram": "8GiB"}],
     "allowed_hosts": ["gpu-box.lan"],
+    "external": [
+        {
+            "name": "comfyui",
+            "match": "ComfyUI/main.py",
+            "vram": "12GiB",
+            "busy_url": "http://127.0.0.1:8188/queue",
+            "free": 'POST http://127.0.0.1:8188/free {"unload_models": true, "free_memory": true}',
+        }
+    ],
     "llama_server": "~/bin/llama-server",
     "id": "my-model",
     "aliases": ["gpt-*"],

@@ -11,6 +11,9 @@ Errors of `inference` and `gpuboss` rise untouched to `front.py`, which has them
     |- PathUnknown            no such endpoint
     |- MethodRefused          the endpoint exists, the method does not
     |- BodyTimeout            the body did not arrive in time
+    |- LeaseUnknown           no such lease, or it ended long ago
+    |- LeaseElsewhere         a lease that was not asked for over HTTP
+    |- LeaseOver              the lease has ended
     |- NotLoaded              a look at an engine that does not run; looking never loads
     |- BodyTooLarge           more than the limit
     |- HeadersTooLarge        more than the limit
@@ -84,6 +87,18 @@ class BodyTimeout(CallerError):
     """The body did not arrive in time."""
 
 
+class LeaseUnknown(CallerError):
+    """No such lease, or it ended more than ten minutes ago."""
+
+
+class LeaseElsewhere(CallerError):
+    """A lease that was not asked for over HTTP: it is not given back or renewed there."""
+
+
+class LeaseOver(CallerError):
+    """The lease has ended."""
+
+
 class NotLoaded(CallerError):
     """A look at an engine that does not run; looking never loads."""
 
@@ -136,6 +151,9 @@ TABLE: Mapping[type[Exception], Kind] = MappingProxyType(
         PathUnknown: Kind(404, "not_found", _ASKED),
         MethodRefused: Kind(405, "method_not_allowed", _ASKED),
         BodyTimeout: Kind(408, "request_timeout", _ASKED),
+        LeaseUnknown: Kind(404, "lease_not_found", _ASKED),
+        LeaseElsewhere: Kind(409, "lease_not_over_http", _ASKED),
+        LeaseOver: Kind(409, "lease_over", _ASKED),
         NotLoaded: Kind(409, "model_not_loaded", _ASKED),
         BodyTooLarge: Kind(413, "request_too_large", _ASKED),
         HeadersTooLarge: Kind(431, "headers_too_large", _ASKED),
@@ -150,6 +168,7 @@ TABLE: Mapping[type[Exception], Kind] = MappingProxyType(
         inference_errors.LoadFailed: Kind(502, "load_failed", _SERVER),
         inference_errors.LoadTimeout: Kind(504, "load_timeout", _SERVER, retry_after_s=30.0),
         inference_errors.EngineDied: Kind(502, "engine_died", _SERVER, retry_after_s=1.0),
+        inference_errors.Preempted: Kind(503, "preempted", _SERVER, retry_after_s=5.0),
         inference_errors.Unloaded: Kind(503, "unloaded", _SERVER),
         inference_errors.ShuttingDown: Kind(503, "shutting_down", _SERVER, retry_after_s=5.0),
         inference_errors.EngineMissing: Kind(503, "engine_missing", _SERVER),
@@ -164,6 +183,7 @@ TABLE: Mapping[type[Exception], Kind] = MappingProxyType(
         gpuboss_errors.NoEpoch: _NO_STORE,
         gpuboss_errors.StaleFence: _INTERNAL,
         gpuboss_errors.LeaseRefused: Kind(400, "will_never_fit", _ASKED),
+        gpuboss_errors.WaitExpired: Kind(503, "no_room", _SERVER, retry_after_s=10.0),
         gpuboss_errors.ActivationRefused: Kind(503, "no_room", _SERVER, retry_after_s=10.0),
         gpuboss_errors.LedgerBusy: Kind(503, "ledger_busy", _SERVER, retry_after_s=2.0),
         gpuboss_errors.LedgerDamaged: _INTERNAL,

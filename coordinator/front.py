@@ -15,12 +15,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import structlog
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.errors import CallerError, MethodRefused, kind_of
 from coordinator.exchange import Answer, Exchange
 from coordinator.hangup import CallerGone
-from coordinator.security import Gate
+from coordinator.security import Gate, has_body
 from gpuboss.errors import GpubossError
 from inference.errors import InferenceError, ShuttingDown
 
@@ -63,7 +63,7 @@ class Front:
             if handler is not None:
                 await handler(exchange)
             else:
-                await self._app(scope, receive, exchange.send_routed)
+                await self._app(scope, await _bounded(exchange), exchange.send_routed)
         except (CallerError, InferenceError, GpubossError) as error:
             await self._tell(exchange, error)
         except CallerGone:
@@ -114,3 +114,19 @@ class Front:
             request_id=exchange.request_id.decode(),
             whole=exchange.answer is Answer.DONE,
         )
+
+
+async def _bounded(exchange: Exchange) -> Receive:
+    """`receive` for the endpoints behind FastAPI, which would read bodies of any size for any time.
+
+    Raises:
+        BodyTooLarge, BodyTimeout, CallerGone
+    """
+    if not has_body(exchange.headers):
+        return exchange.receive
+    unread: list[Message] = [{"type": "http.request", "body": await exchange.body(), "more_body": False}]
+
+    async def receive() -> Message:
+        return unread.pop() if unread else await exchange.receive()
+
+    return receive

@@ -10,8 +10,11 @@ In both cases a body must say it is JSON: other kinds can be sent across origins
 from __future__ import annotations
 
 import hmac
+import ipaddress
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
+
+from starlette.types import Scope
 
 from coordinator import request
 from coordinator.errors import BadRequest, CrossSiteRefused, HostRefused, KeyRefused
@@ -42,6 +45,17 @@ def check_bind(host: str, *, loopback: bool, api_key: str | None) -> None:
         )
 
 
+def is_local(scope: Scope) -> bool:
+    """Does the request come from this machine? A reverse proxy on it speaks for others; that cannot be told."""
+    client, server = scope.get("client"), scope.get("server")
+    if client is None or (server is not None and client[0] == server[0]):
+        return True
+    try:
+        return ipaddress.ip_address(client[0]).is_loopback
+    except ValueError:
+        return False
+
+
 class Gate:
     """The checks every request passes; immutable."""
 
@@ -70,7 +84,7 @@ class Gate:
                 self._check_host(host)
             if changing and (b"origin" in headers or b"sec-fetch-site" in headers):
                 _check_site(headers)
-        if changing and _has_body(headers) and not request.says_json(headers.get(b"content-type")):
+        if changing and has_body(headers) and not request.says_json(headers.get(b"content-type")):
             raise request.not_json(headers)
 
     def _check_key(self, authorization: bytes) -> None:
@@ -104,7 +118,8 @@ def _check_site(headers: Mapping[bytes, bytes]) -> None:
         raise CrossSiteRefused(f"a web page ({shown}) sent this; set MODEL_BOSS_API_KEY and let it send the key")
 
 
-def _has_body(headers: Mapping[bytes, bytes]) -> bool:
+def has_body(headers: Mapping[bytes, bytes]) -> bool:
+    """Does the request say that a body follows?"""
     return headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
 
 

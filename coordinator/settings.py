@@ -23,9 +23,12 @@ from pydantic import (
 
 from gpuboss.devices import DEFAULT_RESERVE_BYTES, DeviceKind, DeviceSpec, check_specs, parse_devices
 from gpuboss.errors import DeviceError
+from gpuboss.leases import GRACE_S, LONGEST_GRACE_S
+from gpuboss.priority import NORMAL
 from inference.discovery import Sources, hugging_face_cache
+from inference.external_spec import Call, Spec, pattern_of
 from inference.manifest import Manifest
-from inference.validation import Bytes, Flag, Seconds, Whole
+from inference.validation import Bytes, Flag, Priority, Seconds, Whole
 
 DEFAULT_PORT = 8210
 
@@ -100,6 +103,49 @@ class EngineSettings(BaseModel):
     )
 
 
+class ExternalSetting(BaseModel):
+    """A program that Model Boss does not start, such as ComfyUI."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(
+        min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]+$", description="Its name in the ledger."
+    )
+    match: str = Field(
+        min_length=1,
+        max_length=1000,
+        description="A part of its command line, arguments joined by spaces; between two slashes a regular expression.",
+    )
+    vram: Bytes = Field(gt=0, description="Memory it needs while it works.")
+    priority: Priority = Field(default=NORMAL, description="urgent, high, normal, low, batch, or 0 to 1000.")
+    device: str | None = Field(
+        default=None, description="Device it uses; when left out, where it is seen to, else what suits best."
+    )
+    busy_url: str | None = Field(
+        default=None,
+        description="GET of this tells whether it works: JSON with a true, a number above 0 or a list with something "
+        "in it, anywhere. When left out, it is taken to be idle.",
+    )
+    free: str | None = Field(
+        default=None,
+        description='Request that makes it free its memory, as "POST http://127.0.0.1:8188/free" and, after that, a '
+        "JSON body. When left out, it is never asked to.",
+    )
+
+    @field_validator("match")
+    @classmethod
+    def _check_match(cls, match: str) -> str:
+        pattern_of(match)
+        return match
+
+    @field_validator("busy_url", "free")
+    @classmethod
+    def _check_call(cls, text: str | None, info: ValidationInfo) -> str | None:
+        if text is not None:
+            Call.parse(text, default_method="GET" if info.field_name == "busy_url" else "POST")
+        return text
+
+
 class Settings(BaseModel):
     """The whole configuration. Unknown keys are errors."""
 
@@ -136,6 +182,15 @@ class Settings(BaseModel):
     )
     on_restart: Literal["reap"] = Field(
         default="reap", description="What becomes of engines when the broker dies: they are ended."
+    )
+    preempt_grace_s: Seconds = Field(
+        default=GRACE_S,
+        ge=0,
+        le=LONGEST_GRACE_S,
+        description="When something more important needs a model's memory, requests that run may go on for so long.",
+    )
+    external: tuple[ExternalSetting, ...] = Field(
+        default=(), description="Programs beside Model Boss that use the same devices, such as ComfyUI."
     )
     allowed_hosts: tuple[str, ...] = Field(
         default=(), description="Names, besides this machine's loopback, that keyless requests may address."
@@ -175,6 +230,15 @@ class Settings(BaseModel):
             raise ValueError(error.message) from error
         return devices
 
+    @field_validator("external")
+    @classmethod
+    def _check_external(cls, external: tuple[ExternalSetting, ...]) -> tuple[ExternalSetting, ...]:
+        names = [one.name for one in external]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two programs are called {name!r}; their leases are told apart by it")
+        return external
+
     @field_validator("store")
     @classmethod
     def _check_store(cls, store: str | None) -> str | None:
@@ -207,6 +271,22 @@ class Settings(BaseModel):
     def device_specs(self) -> tuple[DeviceSpec, ...] | None:
         """The declared devices as the ledger takes them; None when they are to be found."""
         return _specs(self.devices) if self.devices is not None else None
+
+    def external_specs(self) -> tuple[Spec, ...]:
+        """The programs beside us, as `inference` takes them."""
+        return tuple(
+            Spec(
+                name=one.name,
+                match=one.match,
+                vram_bytes=one.vram,
+                priority=one.priority,
+                busy=Call.parse(one.busy_url, default_method="GET") if one.busy_url else None,
+                free=Call.parse(one.free, default_method="POST") if one.free else None,
+                device=one.device,
+                grace_s=self.preempt_grace_s,
+            )
+            for one in self.external
+        )
 
     def model_sources(self) -> Sources:
         """Where the registry looks for models."""

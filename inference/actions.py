@@ -9,14 +9,46 @@ from inference.events import Shares
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Queue a lease for the model's slot and load it once the lease is granted."""
+class Ask:
+    """Queue a lease for the model's slot in the ledger: others hold the memory. Once it is granted, the slot loads.
+
+    For a slot that is queued already: ask for these options instead, in the same place of the queue.
+    """
 
     model_id: str
     options: tuple[Shares, ...]
     """Where it may go, best first; all devices of one option or none."""
     priority: int
     """Class of the most important ticket that wants it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Queue a lease for the model's slot (or take the queued one) and load it once the lease is granted."""
+
+    model_id: str
+    options: tuple[Shares, ...]
+    """Where it may go, best first; all devices of one option or none."""
+    priority: int
+    """Class of the most important ticket that wants it, or of what it goes ahead of."""
+    ahead_of: tuple[str, ...] = ()
+    """Models whose slots are queued for others' memory of the same devices: there is room for this one besides, so it
+    must not wait behind them in the ledger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reprice:
+    """Give the slot's lease, queued or held, another class."""
+
+    model_id: str
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Tell the ledger that the slot heard its notice and is yielding."""
+
+    model_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +66,8 @@ class Stop:
 
     model_id: str
     reason: str
+    error: InferenceError | None = None
+    """How the requests end that are in flight; None where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,4 +86,4 @@ class Refuse:
     error: InferenceError
 
 
-Action = Start | Drain | Stop | Grant | Refuse
+Action = Ask | Start | Reprice | Acknowledge | Drain | Stop | Grant | Refuse

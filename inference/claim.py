@@ -48,7 +48,11 @@ class Claim:
 
     def overdue(self, now_s: float, limits: QueueLimits) -> bool:
         """Has the leader been overtaken often or long enough?"""
-        if self.overtakes >= limits.max_overtakes:
-            return True
-        since_s = self.since_s
-        return since_s is not None and now_s - since_s >= limits.max_overtaken_s
+        return worn_out(self.overtakes, self.since_s, now_s, limits)
+
+
+def worn_out(overtakes: int, since_s: float | None, now_s: float, limits: QueueLimits) -> bool:
+    """Has somebody been overtaken often or, `since_s` being the first time, long enough?"""
+    if overtakes >= limits.max_overtakes:
+        return True
+    return since_s is not None and now_s - since_s >= limits.max_overtaken_s

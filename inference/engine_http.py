@@ -11,7 +11,7 @@ from typing import Final, Protocol, cast
 
 import httptools
 
-from inference.errors import EngineDied
+from inference.errors import InferenceError
 
 __all__ = ["Connection", "EngineResponse", "Headers", "Unread"]
 
@@ -44,7 +44,7 @@ class EngineResponse:
         self._chunks: deque[bytes] = deque()
         self._size = 0
         self._done = False
-        self._error: ConnectionError | EngineDied | None = None
+        self._error: ConnectionError | InferenceError | None = None
         self.head: asyncio.Future[None] = connection.loop.create_future()
         """Done once status and headers are there. For the client, like the methods below for the connection."""
         self._waiter: asyncio.Future[None] | None = None
@@ -53,7 +53,7 @@ class EngineResponse:
         return self
 
     async def __anext__(self) -> bytes:
-        """The next piece of the body; EngineDied when the engine ended before the body did."""
+        """The next piece of the body; EngineDied when the engine ended before, or why the answer was interrupted."""
         while not self._chunks:
             if self._error is not None:
                 raise self._error
@@ -75,6 +75,7 @@ class EngineResponse:
 
         Raises:
             EngineDied: the engine ended before the body did.
+            InferenceError: the answer was interrupted, and why.
         """
         if self._done and len(self._chunks) == 1:
             return self._chunks.popleft()
@@ -92,7 +93,7 @@ class EngineResponse:
         self._wake()
         return self._size < HIGH_WATER_BYTES
 
-    def end(self, error: ConnectionError | EngineDied | None = None) -> None:
+    def end(self, error: ConnectionError | InferenceError | None = None) -> None:
         """The answer is complete, or will never be."""
         if self._done or self._error is not None:
             return
@@ -115,8 +116,8 @@ class Owner(Protocol):
     def forget(self, connection: Connection) -> None:
         """The connection is closed."""
 
-    def died(self, what: str) -> EngineDied:
-        """The error for an engine that did so."""
+    def died(self, what: str) -> InferenceError:
+        """The error for an engine that did so, or for an answer that was interrupted."""
 
 
 class Connection(asyncio.Protocol):

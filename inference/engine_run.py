@@ -4,7 +4,7 @@ Made by `slot.py` for each start. Calls the ledger (memory), `process.py` (the s
 ready?) and `proxy.py` (the connection). The steps come in this order; `end` may follow any of them, also one that was
 cancelled half way:
 
-1. `acquire`      a lease on memory; a shim is fetched meanwhile
+1. `acquire`      a lease on memory; a shim is fetched meanwhile, unless others have to give that memory back first
 2. `launch`       the engine runs and stands in the node ledger
 3. `until_ready`  it answers
 4. `until_over`   it died
@@ -18,25 +18,29 @@ import contextlib
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import assert_never
+from typing import Final, assert_never
 
 import structlog
 
 from gpuboss import errors as ledger_errors
+from gpuboss.lease_wire import terms_for
 from gpuboss.leases import HolderKind, Lease, LeaseRequest, LeaseState, new_request_id
 from gpuboss.node_ledger import NodeLedger
 from inference import engine_log
 from inference.backends import Backend, Launch
 from inference.errors import EngineDied, LoadFailed, LoadTimeout, NoRoom, WillNeverFit
 from inference.events import Shares
+from inference.lease_terms import LeaseTerms
 from inference.ledger import Ledger
 from inference.load_progress import LoadProgress
 from inference.model import Model
 from inference.process import Exited, LaunchOrder, LeaseOrder, Lost, Refused, Report, Shim, Shims, Started, Wedged
 from inference.proxy import EngineClient
 
-__all__ = ["EngineRun"]
+__all__ = ["GRACE_S", "EngineRun"]
 
+GRACE_S: Final = 30.0
+"""From the notice to a slot until what it does is cut short, where nothing else is configured."""
 FIRST_PAUSE_S = 0.002
 LAST_PAUSE_S = 0.25
 PAUSE_GROWTH = 1.2
@@ -62,8 +66,9 @@ class EngineRun:
         shims: Shims,
         clock: Callable[[], float],
         wedged: Callable[[Wedged], None],
+        noticed: Callable[[Lease], None],
+        grace_s: float = GRACE_S,
     ) -> None:
-        self.lease: Lease | None = None
         self.pid: int | None = None
         """The engine's."""
         self.client: EngineClient | None = None
@@ -76,6 +81,9 @@ class EngineRun:
         self._shims = shims
         self._clock = clock
         self._wedged = wedged
+        self._noticed = noticed
+        self._grace_s = grace_s
+        self._terms = LeaseTerms(ledger, model.id)
         self._shim: Shim | None = None
         self._next: asyncio.Task[Report] | None = None
         self._launched = False
@@ -86,45 +94,68 @@ class EngineRun:
         self._log_start = 0
 
     @property
+    def lease(self) -> Lease | None:
+        """What it holds, or waits for."""
+        return self._terms.lease
+
+    @property
     def shim_pid(self) -> int | None:
         """The supervisor's process; None until there is one."""
         return self._shim.pid if self._shim else None
 
     # -- 1 ---------------------------------------------------------------------------------------------------------
 
-    async def acquire(self, options: tuple[Shares, ...], priority: int) -> Lease:
-        """Wait for the memory.
+    async def acquire(
+        self, options: tuple[Shares, ...], priority: int, *, order: int | None = None, patient: bool = False
+    ) -> Lease:
+        """Wait for the memory. `order` is a place in the ledger's queue; `patient`: it may be long, so without a shim.
 
         Raises:
             WillNeverFit: the ledger says that it never can be granted.
             LoadFailed: the ledger does not answer.
         """
         name = f"slot:{self._model.id}"
-        request = LeaseRequest(new_request_id(), name, HolderKind.SLOT, options, priority)
-        fetching = asyncio.create_task(self._shims.take(), name=f"shim of {name}")
+        request = LeaseRequest(
+            new_request_id(), name, HolderKind.SLOT, options, priority, preemptible=True, grace_s=self._grace_s
+        )
+        fetching = None if patient else asyncio.create_task(self._shims.take(), name=f"shim of {name}")
         try:
-            self.lease = await self._ledger.acquire(request)
-            if self.lease.state is LeaseState.QUEUED:
-                self.lease = await self._ledger.wait_granted(self.lease)
+            lease = self._terms.lease = await self._ledger.acquire(request, order=order)
+            self._terms.asked(options, priority)
+            if lease.state is LeaseState.QUEUED:
+                lease = await self._ledger.wait_granted(lease)
+            self._terms.granted(lease)
         except ledger_errors.LeaseRefused as error:
             raise WillNeverFit(f"'{self._model.id}' cannot be loaded: {error.message}") from error
         except ledger_errors.GpubossError as error:
             raise LoadFailed(f"'{self._model.id}' cannot be loaded: {error.message}", retry_after_s=2.0) from error
         finally:
-            self._shim = await fetching
-        return self.lease
+            if fetching is not None:
+                self._shim = await fetching
+        return lease
+
+    def ask_for(self, options: tuple[Shares, ...] | None, priority: int) -> None:
+        """Change what the lease asks for, while it is queued, and its class, at any time; it keeps its place."""
+        self._terms.want(options, priority)
+
+    def acknowledge(self) -> None:
+        """Say that the slot has heard its notice and is yielding."""
+        self._terms.acknowledge()
 
     # -- 2 ---------------------------------------------------------------------------------------------------------
 
     async def launch(self) -> None:
-        """Start the engine.
+        """Start the engine. From here on notices are heard.
 
         Raises:
             NoRoom: the node's books say that the memory is not there.
             LoadFailed: the program cannot be started, or the shim died.
         """
-        assert self._shim is not None
+        if self._shim is None:
+            self._shim = await self._shims.take()
         order = self._order()
+        assert self.lease is not None
+        self._ledger.on_notice(self.lease, self._noticed)
         deadline_s = self._clock() + SETTLE_S
         while True:
             self._launched = True
@@ -177,7 +208,9 @@ class EngineRun:
             cwd=str(home),
             log=str(self._log_path),
             socket=str(self._socket),
-            lease=LeaseOrder(lease.id, lease.fence.epoch, lease.fence.seq, lease.holder, dict(lease.shares)),
+            lease=LeaseOrder(
+                lease.id, lease.fence.epoch, lease.fence.seq, lease.holder, dict(lease.shares), terms_for(lease)
+            ),
         )
 
     # -- 3 ---------------------------------------------------------------------------------------------------------
@@ -254,9 +287,10 @@ class EngineRun:
             self._shims.retire(self._shim)
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)
+        await self._terms.close()
         if self.lease is not None:
             await self._give_back(self.lease, used=used)
-        self.lease = self.pid = None
+        self._terms.lease = self.pid = None
 
     async def _end_processes(self) -> None:
         """Until everything the engine started is dead and its row is gone."""

@@ -10,6 +10,7 @@
     |- LoadFailed             the engine could not be started, or ended before it was ready
     |- LoadTimeout            the engine did not become ready in time
     |- EngineDied             the engine ended while it served
+    |- Preempted              something more important took the memory
     |- Unloaded               an operator unloaded the model while the request waited
     |- ShuttingDown           the broker is on its way out
     |- EngineMissing          no engine program is installed for this model's backend
@@ -71,6 +72,10 @@ class EngineDied(InferenceError):
         super().__init__(message, retry_after_s=retry_after_s)
         self.reached = reached
         """False when the engine was dead before it got the request: another one may serve it."""
+
+
+class Preempted(InferenceError):
+    """Something more important took the engine's memory, and the request was not done when its grace was over."""
 
 
 class Unloaded(InferenceError):

@@ -5,8 +5,9 @@ Fed by `pool.py` alone. `at_s` is monotonic seconds; the scheduler has no clock 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from inference.errors import InferenceError
@@ -59,6 +60,8 @@ class DeviceRoom:
     """Held by other leases, by programs without one, or not yet returned."""
     accelerator: bool
     """False for host memory, which is used only where no accelerator is configured."""
+    leased_bytes: int = 0
+    """What of `others_bytes` other holders have leases for: it may come back, and somebody may wait for it."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -137,6 +140,32 @@ class SlotGone:
 
 
 @dataclass(frozen=True, slots=True)
+class Noticed:
+    """Somebody outside waits for memory that a slot holds, and the ledger asks the slot to yield it."""
+
+    at_s: float
+    model_id: str
+    by: str
+    """Id of the lease that waits; empty for a person, who wants the slot gone and waits for nothing."""
+    holder: str
+    """Who that is, for people."""
+    priority: int
+    """The class of what waits."""
+    deadline_s: float
+    """When the grace is over, monotonic."""
+    outranks: bool = False
+    """For a lease of the slot's own class: it waited before the slot got its memory, and let the slot pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The notice stands no more: who waited has what it wanted, or gave up."""
+
+    at_s: float
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class UnloadWanted:
     """An operator wants a model out of memory."""
 
@@ -150,6 +179,12 @@ class DevicesRead:
 
     at_s: float
     devices: tuple[DeviceRoom, ...]
+    waiting: frozenset[str] = frozenset()
+    """Ids of the leases that others wait for."""
+    coming: Mapping[str, Shares] = field(default_factory=dict)
+    """By model whose slot is queued for others' memory, what holders were told to yield to it."""
+    asked_at_s: float = math.inf
+    """When the figures were asked for: they know nothing of what came later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +218,8 @@ Event = (
     | SlotReady
     | SlotFailed
     | SlotGone
+    | Noticed
+    | Withdrawn
     | UnloadWanted
     | DevicesRead
     | ModelsChanged

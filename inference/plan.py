@@ -1,9 +1,11 @@
 """One pass of decisions over the whole state: grants, loads and evictions that are right now.
 
 Called by `scheduler.py` after every event; calls `queue.py` (who is next), `placement.py` (where it goes),
-`eviction.py` (who must go) and `overtaking.py` (who was passed long enough); decides through the moves of `board.py`.
-Looks only at the heads of the models' queues. A second pass decides nothing.
+`eviction.py` (who must go), `overtaking.py` (who was passed long enough) and `yielding.py` (who gives way to holders
+outside); decides through the moves of `board.py`. Looks only at the heads of the models' queues. A second pass decides
+nothing.
 
+0. Slots that have notice from outside yield if they should; leases nobody wants any more are asked for no longer.
 1. Overdue claims hold their rivals.
 2. Heads in order: class, models that are ready before those that are not, submission.
 3. A ready model's tickets are granted, up to `parallel` at a time; those that only wanted it loaded, all.
@@ -13,6 +15,10 @@ Looks only at the heads of the models' queues. A second pass decides nothing.
 7. It is refused if it can never fit, or only pinned models stand in its way, or it may not evict and nothing is free.
 8. A load whose lease waits for room that somebody else took is given up after `SHORT_S`, the least important first:
    it would keep everybody from what room is left. Its tickets wait on, and may go elsewhere.
+9. A model that waits (6) while nobody here would make room for it, and would fit if others' leases were not there, gets
+   its place in the ledger's queue, in its class: what they give back is granted in fair order then, and those that
+   declared it are asked to yield. While they do, what the model needs is kept for it. The lease of a slot that waits
+   in the ledger has the class of who leads its model's line.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from inference.queue import Aged, Entry
 from inference.sight import Sight
 from inference.slot_state import HOLDS_MEMORY, SlotState
 from inference.slot_view import SlotRecord
+from inference.yielding import Yielding
 
 SHORT_S = 5.0
 """Seconds a queued load may be short of room before it is given up; readings of a stopping engine lag that long."""
@@ -43,17 +50,23 @@ _Head = tuple[int, bool, float, int, Entry]
 class Plan:
     """One pass; `run` it once."""
 
-    __slots__ = ("_aged", "_board", "_forlorn_bytes", "_hopeless_bytes", "_overtaking", "_sight", "again", "blocked")
+    __slots__ = (
+        *("_aged", "_board", "_forlorn_bytes", "_hopeless_bytes", "_overtaking", "_sight", "_waiters", "_yielding"),
+        *("again", "blocked"),
+    )
 
     def __init__(self, board: Board) -> None:
         self._board = board
         self._sight = Sight(board)
         self._overtaking = Overtaking(board, self._sight)
-        self._aged: Aged = {}
+        self._aged: Aged = board.line.aged(board.now_s)
+        self._yielding = Yielding(board, self._overtaking, self._aged)
         self._hopeless_bytes: float = math.inf
         """The least that found no victims: heads come by falling importance, so none after it finds any for as much."""
         self._forlorn_bytes: float = math.inf
         """The least that found no rivals, likewise."""
+        self._waiters: list[tuple[Model, Entry]] = []
+        """The models that wait for room (case 6), with who leads their lines."""
         self.blocked = False
         """Does somebody wait for room?"""
         self.again = False
@@ -62,25 +75,37 @@ class Plan:
     def run(self) -> None:
         """Decide."""
         board = self._board
-        if not len(board.line):
-            return
-        self._aged = board.line.aged(board.now_s)
         heads = self._heads()
         if board.claims:
             self._overtaking.hold_rivals()
+        if board.demands and self._yielding.run():
+            self.again = True
+            return  # rooms and candidates are others now
+        self._withdraw_the_unwanted()
         heads.sort()
         for head in heads:
             entry = head[-1]
             slot = board.slots.get(entry.ticket.model_id)
-            if slot is None or slot.state not in HOLDS_MEMORY:
+            if slot is None or (slot.state not in HOLDS_MEMORY and not slot.coming):
                 self._load(entry)
             elif slot.state is SlotState.READY:
                 self._serve(slot)
+            elif slot.state is SlotState.QUEUED:
+                self.blocked = True  # what it waits for is on its way
+                board.reprice(slot, entry.priority)
         for head in reversed(heads):
             slot = board.slots.get(head[-1].ticket.model_id)
             if slot is not None and slot.state is SlotState.LOADING and not slot.leased:
                 self._give_up_if_short(slot)
         self.again = self.again or self._overtaking.unsettled
+        if self.again:
+            return  # the next pass knows better
+        for model, entry in self._waiters:
+            self._queue_outside(model, entry)
+        for *_, entry in heads:
+            slot = board.slots.get(entry.ticket.model_id)
+            if slot is not None and slot.state is SlotState.LOADING:
+                board.reprice_load(slot, entry.priority)
 
     def _heads(self) -> list[_Head]:
         """The tickets for whom something may be done now: of each model the first."""
@@ -123,9 +148,10 @@ class Plan:
         board = self._board
         while len(slot.in_flight) < slot.model.parallel:
             entry = board.line.next_for_ready(slot.model.id, self._aged)
-            if entry is None or self._overtaking.forbids(slot, entry):
+            if entry is None or self._overtaking.forbids(slot, entry) or self._yielding.forbids(slot, entry):
                 return
             board.grant(slot, entry)
+            self._yielding.granted(slot, entry)
             self._sight.forget_candidates()
             if board.claims:
                 self._overtaking.granted(slot, entry)
@@ -192,6 +218,32 @@ class Plan:
                 self._forlorn_bytes = min(self._forlorn_bytes, model.claim_bytes)
         if claim.shares is not None and self._overtaking.overdue(claim):
             self._sight.rooms.keep(claim.shares)
+        self._waiters.append((model, entry))
+
+    # -- case 9: memory that others hold ------------------------------------------------------------------------------
+
+    def _queue_outside(self, model: Model, entry: Entry) -> None:
+        """Have a place in the ledger's queue, if that is what helps: if no slot here would make room."""
+        board, slot = self._board, self._board.slots.get(model.id)
+        queued = slot if slot is not None and slot.state is SlotState.QUEUED else None
+        if queued is not None:
+            board.reprice(queued, entry.priority)
+        if self._overtaking.stands(board.claims[model.id]):
+            return
+        rooms, held = self._sight.rooms.total(kept=True), board.held_outside()
+        there = {device: room + held[device] for device, room in rooms.items()}
+        # Where others hold nothing, what is missing is held here, and the ledger cannot say more than that.
+        ways = place(model.claim_bytes, there, may_split=self._sight.rooms.may_split) if any(held.values()) else ()
+        if ways and not (queued is not None and _same_places(queued.asked, ways)):
+            board.ask(model, ways, entry.priority)
+        elif queued is not None and not ways:
+            board.stop(queued, "others hold nothing any more that would help")
+
+    def _withdraw_the_unwanted(self) -> None:
+        board = self._board
+        for slot in board.slots.values():
+            if slot.state is SlotState.QUEUED and not board.line.wants(slot.model.id):
+                board.stop(slot, "nobody waits for it any more")
 
     # -- case 8: loads whose lease does not come --------------------------------------------------------------------
 
@@ -207,3 +259,8 @@ class Plan:
             board.stop(slot, "the room its lease waits for was taken; it waits for its turn again")
             rooms.expect(slot.shares)
             self.again = True
+
+
+def _same_places(asked: tuple[Shares, ...], ways: tuple[Shares, ...]) -> bool:
+    """Do they name the same devices, in whatever order? What is split would move a little with every reading."""
+    return {frozenset(option) for option in asked} == {frozenset(option) for option in ways}

@@ -18,14 +18,13 @@ from typing import assert_never
 
 import structlog
 
-from gpuboss.devices import DeviceKind
 from gpuboss.errors import GpubossError
 from gpuboss.identity import ProcessIdentity
-from gpuboss.leases import HOLDS_MEMORY as LEASE_COUNTS
-from gpuboss.leases import Snapshot
-from inference import actions, events
+from gpuboss.leases import LeaseState, Snapshot
+from inference import actions, events, readings
 from inference.admission import Admission, Grant, Progress
 from inference.backends import REGISTRY
+from inference.engine_run import GRACE_S
 from inference.errors import EngineMissing
 from inference.events import Purpose, Ticket
 from inference.model import Model
@@ -33,7 +32,7 @@ from inference.process import Shims
 from inference.registry import Registry
 from inference.scheduler import Scheduler
 from inference.slot import Ledger, Slot
-from inference.slot_state import HOLDS_MEMORY, SlotState
+from inference.slot_state import HAS_LIFE, SlotState
 
 TICK_S = 1.0
 """Between looks at clock and devices while nobody waits."""
@@ -68,6 +67,7 @@ class Pool:
         find_engine: Callable[[str], Path | None],
         node: str,
         shims: Shims | None = None,
+        preempt_grace_s: float = GRACE_S,
         shutdown_s: float = SHUTDOWN_S,
     ) -> None:
         self.registry = registry
@@ -76,6 +76,7 @@ class Pool:
         self._find_engine = find_engine
         self._node = node
         self._shims = shims or Shims(ledger.state.ledger_path, spares=1)
+        self._grace_s = preempt_grace_s
         self._shutdown_s = shutdown_s
         self._models: Mapping[str, Model] = {}
         """Those the scheduler decides about; a reload, in a thread of its own, exchanges the registry's before."""
@@ -137,25 +138,11 @@ class Pool:
             self._feed(events.Tick(time.monotonic()))
 
     async def _read_devices(self) -> None:
+        asked_at_s = time.monotonic()
         snapshot = await self._ledger.snapshot()
-        self._feed(events.DevicesRead(time.monotonic(), self._rooms(snapshot)))
-
-    def _rooms(self, snapshot: Snapshot) -> tuple[events.DeviceRoom, ...]:
-        """What each device leaves to this pool: foreign programs and other holders' leases are not ours."""
-        others: dict[str, int] = {use.device.id: use.foreign_bytes + use.residual_bytes for use in snapshot.devices}
-        for lease in snapshot.leases:
-            if lease.state in LEASE_COUNTS and lease.owner != self._self:
-                for device, share in lease.shares.items():
-                    others[device] = others.get(device, 0) + share
-        return tuple(
-            events.DeviceRoom(
-                id=use.device.id,
-                total_bytes=use.device.total_bytes,
-                reserve_bytes=use.device.reserve_bytes,
-                others_bytes=others[use.device.id],
-                accelerator=use.device.kind is not DeviceKind.CPU,
-            )
-            for use in snapshot.devices
+        queued = {slot.lease.id: model_id for model_id, slot in self._slots.items() if slot.lease is not None}
+        self._feed(
+            readings.read(snapshot, owner=self._self, queued=queued, asked_at_s=asked_at_s, at_s=time.monotonic())
         )
 
     # -- what callers ask ---------------------------------------------------------------------------------------
@@ -191,7 +178,7 @@ class Pool:
         """Take the model out of memory and wait until it is; requests in flight finish, waiting ones are refused."""
         self._feed(events.UnloadWanted(time.monotonic(), model_id))
         slot = self._slots.get(model_id)
-        if slot is not None and slot.state in HOLDS_MEMORY:
+        if slot is not None and slot.state in HAS_LIFE:
             await slot.wait_over()
 
     async def engine_over(self, grant: Grant) -> None:
@@ -208,11 +195,11 @@ class Pool:
         return self._ledger.store_up
 
     def slots(self) -> Mapping[str, Slot]:
-        """The slots by model id; of a model that is known no more, only while it holds memory."""
+        """The slots by model id; of a model that is known no more, only while something of it is left."""
         return {
             model_id: slot
             for model_id, slot in self._slots.items()
-            if model_id in self._models or slot.state in HOLDS_MEMORY
+            if model_id in self._models or slot.state in HAS_LIFE
         }
 
     def in_flight(self, model_id: str) -> int:
@@ -257,33 +244,62 @@ class Pool:
             case actions.Refuse(ticket_id, error):
                 if (admission := self._admissions.get(ticket_id)) is not None:
                     admission.refuse(error)
-            case actions.Start(model_id, options, priority):
-                self._start(model_id, options, priority)
+            case actions.Ask(model_id, options, priority):
+                if (slot := self._slot_for(model_id)) is not None:
+                    slot.ask(options, priority)
+            case actions.Start(model_id, options, priority, ahead_of):
+                if (slot := self._slot_for(model_id)) is not None:
+                    slot.start(options, priority, order=self._place_before(ahead_of))
+            case actions.Reprice(model_id, priority):
+                if (slot := self._slots.get(model_id)) is not None:
+                    slot.reprice(priority)
+            case actions.Acknowledge(model_id):
+                if (slot := self._slots.get(model_id)) is not None:
+                    slot.acknowledge()
             case actions.Drain(model_id, reason):
                 self._slots[model_id].drain(reason)
-            case actions.Stop(model_id, reason):
-                self._slots[model_id].stop(reason)
+            case actions.Stop(model_id, reason, error):
+                self._slots[model_id].stop(reason, error)
             case _:
                 assert_never(action)
 
-    def _start(self, model_id: str, options: tuple[events.Shares, ...], priority: int) -> None:
-        model = self._models[model_id]
+    def _slot_for(self, model_id: str) -> Slot | None:
+        """The slot that is to be started or queued, made anew where there is none for the model as it is now.
+
+        None where no engine is installed for it: that is a load that failed.
+        """
+        model, slot = self._models[model_id], self._slots.get(model_id)
+        if slot is not None and slot.state is SlotState.QUEUED:
+            return slot
         try:
             binary = self._engine_for(model)
         except EngineMissing as error:
             self._feed(events.SlotFailed(time.monotonic(), model_id, error, was_ready=False))
-            return
-        slot = self._slots.get(model_id)
+            return None
         if slot is None or slot.model != model:
             slot = self._slots[model_id] = Slot(
                 model,
                 ledger=self._ledger,
                 backend=REGISTRY[model.backend],
                 binary=binary,
-                report=self._feed,
+                report=self._hear,
                 shims=self._shims,
+                grace_s=self._grace_s,
             )
-        slot.start(options, priority)
+        return slot
+
+    def _place_before(self, models: tuple[str, ...]) -> int | None:
+        """A place in the ledger's queue before the leases of these models' slots; None where none of them has one."""
+        leases = [slot.lease for model_id in models if (slot := self._slots.get(model_id)) is not None]
+        orders = [lease.order for lease in leases if lease is not None and lease.state is LeaseState.QUEUED]
+        return min(orders) - 1 if orders else None
+
+    def _hear(self, event: events.Event) -> None:
+        """A slot reports; what it must not do any more once a grace is over is looked at in that moment."""
+        self._feed(event)
+        if isinstance(event, events.Noticed):
+            loop = asyncio.get_running_loop()
+            loop.call_later(max(0.0, event.deadline_s - event.at_s), lambda: self._feed(events.Tick(time.monotonic())))
 
     def _engine_for(self, model: Model) -> Path:
         binary = self._find_engine(model.backend)

@@ -120,6 +120,8 @@ class LeaseOrder:
     seq: int
     holder: str
     shares: Mapping[str, int]
+    terms: str = ""
+    """What else belongs to it, as text that is kept with it (`gpuboss.lease_wire.terms_for`)."""
 
 
 @dataclass(frozen=True, slots=True)

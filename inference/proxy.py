@@ -13,13 +13,14 @@ for probes. Why it is our own: docs/decisions/0003-data-path-client.md.
 from __future__ import annotations
 
 import asyncio
+import copy
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from inference.engine_http import Connection, EngineResponse, Unread
-from inference.errors import EngineDied
+from inference.errors import EngineDied, InferenceError
 
 __all__ = ["EngineClient", "EngineResponse"]
 
@@ -40,6 +41,7 @@ class EngineClient:
         self._connections: set[Connection] = set()
         self._idle: list[Connection] = []
         self._closed = False
+        self._interrupted: InferenceError | None = None
         self._all_gone: asyncio.Future[None] | None = None
 
     async def open(
@@ -51,6 +53,7 @@ class EngineClient:
 
         Raises:
             EngineDied: nothing listens, or the engine ended before it answered.
+            InferenceError: the answer was interrupted, and why.
             ValueError: the path or a header would break the request.
         """
         request = self._request(method, path, body, headers)
@@ -73,6 +76,12 @@ class EngineClient:
                 raise
             else:
                 return response
+
+    def interrupt(self, error: InferenceError) -> None:
+        """Close every connection; answers under way end with this error, and nothing new is asked."""
+        self._closed, self._interrupted = True, error
+        for connection in list(self._connections):
+            connection.abort()
 
     async def close(self) -> None:
         """Close every connection; answers under way end with EngineDied. May be called again."""
@@ -119,8 +128,10 @@ class EngineClient:
         self._connections.add(connection)
         return connection
 
-    def died(self, what: str, *, reached: bool = True) -> EngineDied:
+    def died(self, what: str, *, reached: bool = True) -> InferenceError:
         """The error for an engine that did so, or was closed before; `reached`: it may have seen the request."""
+        if self._interrupted is not None and reached:
+            return copy.copy(self._interrupted)  # each raised where it is caught, with a trace of its own
         what = "was stopped" if self._closed else what
         return EngineDied(f"the engine of '{self.name}' {what}", retry_after_s=1.0, reached=reached)
 

@@ -10,12 +10,15 @@ from collections.abc import Iterable, Sequence
 from gpuboss.units import format_bytes
 from inference import errors
 from inference.board import Board
+from inference.demand import Demand
 from inference.model import Model
 from inference.placement import MARGIN_BYTES, largest
 from inference.queue import Entry
 
 _NAMED = 4
 """Devices and models a message names; of the others it says how many."""
+RETRY_PREEMPTED_S = 5.0
+"""Asked again, the request queues for what memory there is."""
 
 
 def not_found(model_id: str) -> errors.ModelNotFound:
@@ -90,6 +93,16 @@ def queue_timeout(board: Board, entry: Entry) -> errors.QueueTimeout:
         f"{len(slot.in_flight) if slot else 0} in flight; there is {_room_text(board)}. The limit is "
         f"{board.limits.max_wait_s:g} s (`queue.max_wait_s` in model-boss.yaml)",
         retry_after_s=board.pace_s(position),
+    )
+
+
+def preempted(model_id: str, demand: Demand) -> errors.Preempted:
+    """The engine's memory goes to somebody more important."""
+    named = "a person" if demand.priority < 0 else f"{demand.holder} (class {demand.priority})"
+    return errors.Preempted(
+        f"the memory of model '{model_id}' was taken for {named}, and the request was not done when the grace was over "
+        "(`preempt_grace_s` in model-boss.yaml)",
+        retry_after_s=RETRY_PREEMPTED_S,
     )
 
 

@@ -14,18 +14,20 @@ import math
 from typing import assert_never
 
 from gpuboss.priority import LEAST_IMPORTANT
-from inference import events, refusals
+from inference import events, refusals, yielding
 from inference.actions import Action
 from inference.board import Board
 from inference.events import Purpose, Ticket
 from inference.model import Model
 from inference.plan import Plan
 from inference.queue import QueueLimits
-from inference.slot_state import HOLDS_MEMORY, LEAVING, SlotState
+from inference.slot_state import HAS_LIFE, HOLDS_MEMORY, LEAVING, SlotState
 from inference.slot_view import SlotRecord, SlotView
 
 MAX_CRASHES = 3
 """Loads after deaths in a row, without a served ticket in between, that waiting tickets are worth."""
+
+MOST_IMPORTANT = 0
 
 
 class Scheduler:
@@ -49,7 +51,10 @@ class Scheduler:
             plan = Plan(board)
             plan.run()
         if isinstance(event, events.Tick | events.ModelsChanged) and not plan.blocked:
-            self._start_kept_loaded()
+            self._bring_back()
+        if isinstance(event, events.Tick):
+            for slot in board.holders():
+                self._fit_lease(slot)
         return board.take_actions()
 
     # -- facts --------------------------------------------------------------------------------------------------
@@ -74,10 +79,14 @@ class Scheduler:
                 slot = self._board.slots.get(event.model_id)
                 if slot is not None:
                     self._slot_reported(slot, event)
+            case events.Noticed() | events.Withdrawn():
+                slot = self._board.slots.get(event.model_id)
+                if slot is not None:
+                    self._noticed(slot, event)
             case events.UnloadWanted():
                 self._unload(event.model_id)
             case events.DevicesRead():
-                self._board.read_devices(event.devices)
+                self._board.read_devices(event)
             case events.ModelsChanged():
                 self._models_changed(event)
             case events.ShutdownBegan():
@@ -134,7 +143,7 @@ class Scheduler:
         board, state = self._board, slot.state
         match event:
             case events.LeaseGranted():
-                if state is SlotState.LOADING or state is SlotState.STOPPING:
+                if state in (SlotState.QUEUED, SlotState.LOADING, SlotState.STOPPING):
                     board.leased(slot, event.shares)
             case events.LeaseLost():
                 if state in HOLDS_MEMORY:
@@ -144,10 +153,10 @@ class Scheduler:
                 if state is SlotState.LOADING:
                     board.ready(slot, event.load_s)
             case events.SlotFailed():
-                if state in HOLDS_MEMORY:
+                if state in HAS_LIFE:
                     self._failed(slot, event)
             case events.SlotGone():
-                if state is not SlotState.LOADING:
+                if state not in (SlotState.QUEUED, SlotState.LOADING):
                     board.gone(slot, SlotState.IDLE)
             case _:
                 assert_never(event)
@@ -156,12 +165,20 @@ class Scheduler:
         """A load that fails takes its waiting tickets along; a slot that dies is loaded again for them, a few times."""
         board, state, model_id = self._board, slot.state, slot.model.id
         board.gone(slot, SlotState.FAILED)
-        never_came_up = state is SlotState.LOADING and not event.was_ready
+        never_came_up = state in (SlotState.QUEUED, SlotState.LOADING) and not event.was_ready
         slot.crashes += state not in LEAVING
         if never_came_up or slot.crashes > MAX_CRASHES:
             slot.stays_out = True
             for entry in board.line.waiting_for(model_id):
                 board.refuse(entry, event.error)
+
+    def _noticed(self, slot: SlotRecord, event: events.Noticed | events.Withdrawn) -> None:
+        """Only a lease that is held gets notice; what becomes of it, `yielding.py` says."""
+        if isinstance(event, events.Withdrawn):
+            self._board.withdraw_notice(slot)
+        elif slot.state in HOLDS_MEMORY and slot.state is not SlotState.WEDGED:
+            self._board.notice(slot, event)
+            yielding.heed(self._board, slot)
 
     def _unload(self, model_id: str) -> None:
         board = self._board
@@ -184,6 +201,8 @@ class Scheduler:
             slot.stays_out = False
             if slot.model.id not in event.models:
                 board.remove(slot, "no longer among the known models")
+            elif slot.state is SlotState.QUEUED and slot.model != event.models[slot.model.id]:
+                board.remove(slot, "is asked for anew: its model is another now")
 
     def _shut_down(self) -> None:
         board = self._board
@@ -208,16 +227,58 @@ class Scheduler:
     def _leaves_when_idle(slot: SlotRecord) -> bool:
         return not slot.model.pin and not slot.model.preload
 
-    def _start_kept_loaded(self) -> None:
-        """Pinned and preloaded models take free room, evicting nobody; after a failure or an unload they wait."""
+    def _fit_lease(self, slot: SlotRecord) -> None:
+        """A held lease has the class its slot defends itself with, so that the ledger asks the right ones to yield.
+
+        One that loads and that nobody waits for comes last. A pinned one comes first: it yields to nobody.
+        """
         board = self._board
-        for model in self._kept_loaded:
+        if slot.state in LEAVING or slot.state is SlotState.WEDGED:
+            return
+        if slot.state is SlotState.LOADING and not board.line.wants(slot.model.id):
+            board.reprice_load(slot, LEAST_IMPORTANT)
+        elif slot.model.pin and slot.leased:
+            board.reprice(slot, MOST_IMPORTANT)
+        elif slot.leased:
+            priority = board.priority_of(slot)
+            # A notice was given to the class the lease has; only one that would take the notice back is worth telling.
+            if slot.notice is None or priority < board.demands[slot.notice.by].priority:
+                board.reprice(slot, priority)
+
+    def _bring_back(self) -> None:
+        """Models that are loaded without a request take free room, evicting nobody: pinned ones first; then those that
+        left for somebody outside and those to preload, by class, the one used last first.
+
+        After a failure or an unload they wait for a request.
+        """
+        board = self._board
+        for model in sorted(self._returners(), key=self._place_of):
             slot = board.slots.get(model.id)
-            if slot is not None and (slot.stays_out or slot.state in HOLDS_MEMORY):
+            if slot is not None and (slot.stays_out or slot.state in HAS_LIFE):
                 continue
             ways = board.rooms().place(model.claim_bytes)
-            if ways:
+            if ways and slot is not None and slot.returns:
+                board.bring_back(model, ways)
+            elif ways:
                 board.start(model, ways, LEAST_IMPORTANT)
+
+    def _returners(self) -> list[Model]:
+        """Pinned and preloaded models, and those that left for somebody outside and are to stay warm still."""
+        board, kept = self._board, {model.id for model in self._kept_loaded}
+        back = [
+            board.models[slot.model.id]
+            for slot in board.slots.values()
+            if slot.returns and slot.model.id in board.models and slot.model.id not in kept
+            # It must have something left of its time once it is loaded.
+            if board.now_s + (slot.last_load_s or 0.0) < slot.warm_until_s
+        ]
+        return [*self._kept_loaded, *(model for model in back if model.problem is None)]
+
+    def _place_of(self, model: Model) -> tuple[bool, int, float]:
+        slot = self._board.slots.get(model.id)
+        if slot is None or slot.last_used_s is None:
+            return not model.pin, LEAST_IMPORTANT, math.inf
+        return not model.pin, self._board.priority_of(slot), -slot.last_used_s
 
     # -- looking ------------------------------------------------------------------------------------------------
 
@@ -245,7 +306,7 @@ class Scheduler:
         slot = board.slots.get(model_id)
         waiting = len(board.line.waiting_for(model_id))
         if slot is None:
-            return SlotView(model_id, SlotState.IDLE, {}, 0, waiting, None, None, None, None, None, None)
+            return SlotView(model_id, SlotState.IDLE, {}, 0, waiting, None, None, None, None, None, None, None)
         ready = slot.state is SlotState.READY
         leaves = ready and self._leaves_when_idle(slot) and slot.warm_until_s < math.inf
         return SlotView(
@@ -260,4 +321,5 @@ class Scheduler:
             last_load_s=slot.last_load_s,
             warm_until_s=slot.warm_until_s if leaves else None,
             beneficiary=slot.beneficiary,
+            noticed_by=board.demands[slot.notice.by].holder if slot.notice is not None else None,
         )

@@ -3,12 +3,14 @@
 Started by `process.py` with `python -I -S`, and made of the standard library and `gpuboss.node_ledger` alone, so that
 it is there quickly. It takes orders on stdin and reports on stdout, one JSON object per line:
 
-    {"op": "launch", "argv", "env", "cwd", "log", "socket", "lease": {"id", "epoch", "seq", "holder", "shares"}}
+    {"op": "launch", "argv", "env", "cwd", "log", "socket", "lease": LEASE}
     {"op": "stop", "grace_s": 5.0}
     {"event": "started", "pid"}                          the engine runs and is in the node ledger
     {"event": "refused", "kind", "message", "settling_bytes"}   nothing runs; another launch may be ordered
     {"event": "exited", "code", "signal", "max_rss_bytes", "reason"}    its story is over
     {"event": "wedged", "pids"}                          SIGKILL has not ended these for `WEDGED_AFTER_S`
+
+LEASE is {"id", "epoch", "seq", "holder", "shares", "terms"}.
 
 1. Before the engine is executed, its use of memory is entered in the node ledger, which may refuse it.
 2. After "exited" every descendant is dead, the ledger's row is gone and the socket is removed. The shim waits for the
@@ -167,6 +169,7 @@ class Shim:
                 pid=own.pid,
                 start_ticks=own.start_ticks,
                 pid_namespace=own.pid_namespace,
+                terms=lease["terms"],
             )
         )
 

@@ -7,6 +7,7 @@ Which moves are allowed is the table in `slot_state.py`; what an engine holds is
 What is reported, and when: LeaseGranted, then SlotReady; and every start ends in exactly one SlotFailed (the engine
 ended by itself, or never became ready) or SlotGone (it was stopped). By then its processes are dead and its lease is
 released. LeaseLost comes before SlotFailed where that may take a moment: the shim was killed, and the keeper clears up.
+In between, Noticed says that the ledger asks for the memory, and Withdrawn that it does not any more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import structlog
 from gpuboss.leases import Lease
 from inference import events
 from inference.backends import Backend
-from inference.engine_run import EngineRun
+from inference.engine_run import GRACE_S, EngineRun
 from inference.errors import IllegalTransition, InferenceError, LoadFailed
 from inference.events import Event, Shares
 from inference.ledger import Ledger
@@ -64,6 +65,7 @@ class Slot:
         binary: Path,
         report: Callable[[Event], None],
         shims: Shims | None = None,
+        grace_s: float = GRACE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
@@ -78,6 +80,7 @@ class Slot:
         self._binary = binary
         self._report = report
         self._shims = shims or Shims(ledger.state.ledger_path)
+        self._grace_s = grace_s
         self._clock = clock
         self._story: deque[Transition] = deque(maxlen=STORY_LENGTH)
         self._run: EngineRun | None = None
@@ -121,13 +124,46 @@ class Slot:
 
     # -- orders ----------------------------------------------------------------------------------------------------
 
-    def start(self, options: tuple[Shares, ...], priority: int) -> None:
-        """IDLE or FAILED -> LOADING: queue a lease for one of the options, best first, and load.
+    def ask(self, options: tuple[Shares, ...], priority: int) -> None:
+        """IDLE or FAILED -> QUEUED: queue a lease for memory that others hold; LOADING follows when it is granted.
+
+        QUEUED: ask for these options instead.
 
         Raises:
             IllegalTransition
         """
-        self._move(SlotState.LOADING, "wanted")
+        if self.state is SlotState.QUEUED and self._run is not None:
+            self._run.ask_for(options, priority)
+            return
+        self._move(SlotState.QUEUED, "waits for memory that others hold")
+        self._begin(options, priority, order=None)
+
+    def start(self, options: tuple[Shares, ...], priority: int, *, order: int | None = None) -> None:
+        """IDLE or FAILED -> LOADING: queue a lease for one of the options, best first, and load.
+
+        QUEUED -> LOADING: the same with the lease that is queued. `order`: its place in the ledger's queue.
+
+        Raises:
+            IllegalTransition
+        """
+        queued = self.state is SlotState.QUEUED
+        self._move(SlotState.LOADING, "room was found" if queued else "wanted")
+        if queued and self._run is not None:
+            self._run.ask_for(options, priority)
+        else:
+            self._begin(options, priority, order=order)
+
+    def reprice(self, priority: int) -> None:
+        """Give the lease, queued or held, another class."""
+        if self._run is not None:
+            self._run.ask_for(None, priority)
+
+    def acknowledge(self) -> None:
+        """Tell the ledger that the slot has heard its notice and is yielding."""
+        if self._run is not None:
+            self._run.acknowledge()
+
+    def _begin(self, options: tuple[Shares, ...], priority: int, *, order: int | None) -> None:
         self._stop_wanted.clear()
         self._run = EngineRun(
             self.model,
@@ -137,8 +173,10 @@ class Slot:
             shims=self._shims,
             clock=self._clock,
             wedged=self._wedged,
+            noticed=self._noticed,
+            grace_s=self._grace_s,
         )
-        life = self._live(self._run, options, priority)
+        life = self._live(self._run, options, priority, order)
         self._task = asyncio.get_running_loop().create_task(life, name=f"slot {self.id}")
 
     def drain(self, reason: str) -> None:
@@ -149,13 +187,17 @@ class Slot:
         """
         self._move(SlotState.DRAINING, reason)
 
-    def stop(self, reason: str) -> None:
-        """LOADING, READY or DRAINING -> STOPPING -> IDLE: end the engine or the load, and give everything back.
+    def stop(self, reason: str, error: InferenceError | None = None) -> None:
+        """QUEUED, LOADING, READY or DRAINING -> STOPPING -> IDLE: end engine, load or wait, and give everything back.
+
+        What is in flight ends with `error`, or as with a dead engine.
 
         Raises:
             IllegalTransition
         """
         self._move(SlotState.STOPPING, reason)
+        if error is not None and self.engine is not None:
+            self.engine.interrupt(error)
         self._stop_wanted.set()
 
     async def wait_over(self) -> None:
@@ -171,8 +213,8 @@ class Slot:
 
     # -- one life --------------------------------------------------------------------------------------------------
 
-    async def _live(self, run: EngineRun, options: tuple[Shares, ...], priority: int) -> None:
-        serving = asyncio.create_task(self._serve(run, options, priority), name=f"engine of {self.id}")
+    async def _live(self, run: EngineRun, options: tuple[Shares, ...], priority: int, order: int | None) -> None:
+        serving = asyncio.create_task(self._serve(run, options, priority, order), name=f"engine of {self.id}")
         stopping = asyncio.create_task(self._stop_wanted.wait(), name=f"stop of {self.id}")
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         for task in (serving, stopping):
@@ -192,9 +234,13 @@ class Slot:
             _log.warning("slot_failed", model=self.id, was_ready=was_ready, error=error.message)
             self._report(events.SlotFailed(self._clock(), self.id, error, was_ready))
 
-    async def _serve(self, run: EngineRun, options: tuple[Shares, ...], priority: int) -> InferenceError:
+    async def _serve(
+        self, run: EngineRun, options: tuple[Shares, ...], priority: int, order: int | None
+    ) -> InferenceError:
         """Load and serve until the engine ends by itself, and say why it did."""
-        lease = await run.acquire(options, priority)
+        lease = await run.acquire(options, priority, order=order, patient=self.state is SlotState.QUEUED)
+        if self.state is SlotState.QUEUED:
+            self._move(SlotState.LOADING, "others gave the memory back")
         granted_at_s = self._clock()
         self._report(events.LeaseGranted(granted_at_s, self.id, lease.shares))
         await run.launch()
@@ -220,6 +266,14 @@ class Slot:
                 # A slot that a fault of ours leaves half way would hold its memory for ever: it fails like any other.
                 _log.error("slot_fault", model=self.id, exc_info=fault)
                 return LoadFailed(f"'{self.id}' failed by an error of Model Boss itself: {fault!r}")
+
+    def _noticed(self, lease: Lease) -> None:
+        notice, now_s = lease.notice, self._clock()
+        if notice is None:
+            self._report(events.Withdrawn(now_s, self.id))
+        else:
+            told = (notice.by, notice.holder, notice.priority, now_s + notice.left_s, notice.outranks)
+            self._report(events.Noticed(now_s, self.id, *told))
 
     def _wedged(self, report: Wedged) -> None:
         """Nothing ends the processes: the memory is shown as held until they are gone."""

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from gpuboss.priority import LEAST_IMPORTANT
+from inference.demand import Notice
 from inference.events import Shares
 from inference.model import Model
 from inference.queue import Entry, fallen
@@ -52,10 +53,27 @@ class SlotRecord:
     """Deaths and lost leases that nobody ordered, without a served ticket in between."""
     stays_out: bool = False
     """Not loaded again without a request: its load failed, or an operator unloaded it."""
+    asked: tuple[Shares, ...] = ()
+    """While its lease is queued for others' memory: the options it asks for."""
+    coming: Shares = field(default_factory=dict)
+    """What others were told to yield to it meanwhile."""
+    lease_priority: int = LEAST_IMPORTANT
+    """The class its lease, queued or held, was last given."""
+    repriced: bool = False
+    """That is another than it was asked for with."""
+    notice: Notice | None = None
+    """The ledger asks it to yield."""
+    yields_to: str | None = None
+    """The demand it is leaving for: its memory is promised there."""
+    returns: bool = False
+    """It left for a demand, not for want of use: it comes back when there is room."""
 
     @property
     def settled(self) -> bool:
-        """Is there nothing to decide for those who wait: is it loading with its lease, or leaving?"""
+        """Is there nothing to decide for those who wait: is it loading with its lease, or leaving?
+
+        A slot that is queued for others' memory is not: room may be found elsewhere meanwhile.
+        """
         return self.leased or self.state in LEAVING or self.state is SlotState.WEDGED
 
     def priority_at(self, now_s: float, aging_s: float) -> int:
@@ -95,3 +113,5 @@ class SlotView:
     """When it leaves if it stays idle, monotonic; None when it does not leave by itself, or is not ready."""
     beneficiary: str | None
     """The model it makes room for."""
+    noticed_by: str | None
+    """Who outside waits for its memory, for people; None when nobody does."""

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, Strict, ValidationError
 
+from gpuboss.priority import parse_priority
 from gpuboss.units import parse_bytes, parse_duration
 from inference.yaml_files import BadInput, Document, Place, Problem, display
 
@@ -40,6 +41,12 @@ def _bytes(value: object) -> int:
     raise ValueError('expected a size like "20GiB" or "512MiB"')
 
 
+def _priority(value: object) -> int:
+    if isinstance(value, str | int):
+        return parse_priority(value)
+    raise ValueError("expected a class such as low, or a whole number 0-1000")
+
+
 Seconds = Annotated[
     float,
     BeforeValidator(_seconds, json_schema_input_type=float | str),
@@ -52,6 +59,9 @@ Bytes = Annotated[
     ),
 ]
 """Bytes, from a text like `20GiB` or a whole number."""
+
+Priority = Annotated[int, BeforeValidator(_priority, json_schema_input_type=int | str)]
+"""A class: `low`, or its number."""
 
 _EXPECTED: Mapping[str, str] = {
     "int_type": "expected a whole number",

@@ -41,7 +41,16 @@ async def watch(registry: Registry, report: Callable[[Changes], None]) -> None:
         step=STEP_MS,
         ignore_permission_denied=True,
     )
-    # What changed between the first look and now would otherwise go unnoticed until the next change.
+    # What changed between the first look and now would otherwise go unnoticed until the next change. The watch begins
+    # with the first wait for it, which therefore comes before that look.
+    first = asyncio.ensure_future(anext(changes))
+    try:
+        await asyncio.sleep(0)
+        _report(await asyncio.to_thread(registry.reload), report)
+        await first
+    finally:
+        first.cancel()
+        await asyncio.wait({first})
     _report(await asyncio.to_thread(registry.reload), report)
     async for _ in changes:
         _report(await asyncio.to_thread(registry.reload), report)

@@ -52,8 +52,8 @@ def _add_looks(router: APIRouter, broker: Broker) -> None:
 
     @router.get("/devices")
     async def devices() -> dict[str, Any]:
-        """Every device with what is claimed, used and free."""
-        return views.devices(await broker.pool.devices())
+        """Every device with what is claimed, used and free, by whom, and who uses it without a lease."""
+        return views.devices(await broker.pool.devices(), broker.externals.views())
 
     @router.get("/models")
     async def models() -> dict[str, Any]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from coordinator.broker import Broker
-from gpuboss.leases import Snapshot
+from coordinator.lease_desk import PREFIX
+from gpuboss.devices import Device
+from gpuboss.held import visible_devices
+from gpuboss.leases import Lease, Notice, Snapshot
 from gpuboss.priority import name_of
+from inference.external import ExternalView
 from inference.model import Model
 from inference.pool import QueueEntry
 from inference.slot import Slot
@@ -56,8 +61,59 @@ def queued(entry: QueueEntry) -> dict[str, Any]:
     }
 
 
-def devices(snapshot: Snapshot) -> dict[str, Any]:
-    """The ledger's devices and the leases on them."""
+def lease(value: Lease, known: Sequence[Device]) -> dict[str, Any]:
+    """A lease; `env` is what its program needs in its environment, `devices` bytes per device."""
+    held = [device for device in known if device.id in value.shares]
+    env = visible_devices(held) | {"GPUBOSS_LEASE": value.id} if held else {}
+    return {
+        "id": value.id,
+        "request_id": value.request_id.removeprefix(PREFIX),
+        "holder": value.holder,
+        "kind": str(value.kind),
+        "state": str(value.state),
+        "priority": name_of(value.priority),
+        "devices": dict(value.shares),
+        "env": env,
+        "preemptible": value.preemptible,
+        "grace_s": value.grace_s,
+        "ttl_s": value.ttl_s,
+        "position": value.position,
+        "notice": _notice(value.notice),
+        "reason": value.reason,
+    }
+
+
+def _notice(value: Notice | None) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    return {
+        "for": value.holder,
+        "priority": name_of(value.priority),
+        "left_s": round(value.left_s, 3),
+        "acknowledged": value.acknowledged,
+    }
+
+
+def external(value: ExternalView) -> dict[str, Any]:
+    """A program that we did not start."""
+    return {
+        "name": value.name,
+        "state": str(value.state),
+        "pid": value.pid,
+        "devices": dict(value.shares),
+        "used_bytes": value.used_bytes,
+        "busy": value.busy,
+        "notice": value.notice,
+        "problem": value.problem,
+    }
+
+
+def devices(snapshot: Snapshot, externals: Iterable[ExternalView] = ()) -> dict[str, Any]:
+    """The ledger's devices, the leases on them, and the programs beside us.
+
+    `foreign` are the processes that use a device without a lease, largest first; their `bytes` are null where the
+    driver does not tell.
+    """
     return {
         "epoch": snapshot.epoch,
         "devices": [
@@ -72,7 +128,12 @@ def devices(snapshot: Snapshot) -> dict[str, Any]:
                 "observed_bytes": use.observed_bytes,
                 "foreign_bytes": use.foreign_bytes,
                 "residual_bytes": use.residual_bytes,
+                "quarantined_bytes": use.quarantined_bytes,
                 "free_bytes": use.free_bytes,
+                "foreign": [
+                    {"pid": stranger.pid, "name": stranger.name, "bytes": stranger.bytes}
+                    for stranger in use.foreign_pids
+                ],
             }
             for use in snapshot.devices
         ],
@@ -85,9 +146,11 @@ def devices(snapshot: Snapshot) -> dict[str, Any]:
                 "priority": name_of(lease.priority),
                 "devices": dict(lease.shares),
                 "position": lease.position,
+                "notice": _notice(lease.notice),
             }
             for lease in snapshot.leases
         ],
+        "external": [external(value) for value in externals],
     }
 
 

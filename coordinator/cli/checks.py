@@ -16,7 +16,8 @@ from importlib.metadata import version
 from coordinator.config_files import Loaded
 from coordinator.settings import Settings
 from gpuboss.devices import Device, DeviceKind, Probe, discover
-from gpuboss.errors import GpubossError
+from gpuboss.errors import GpubossError, StoreUnfit
+from gpuboss.store_url import shown
 from gpuboss.units import format_bytes
 
 LITTLE_DISK_BYTES = 200 << 20
@@ -123,10 +124,10 @@ def check_store(settings: Settings) -> Iterator[Finding]:
             return
         warnings = asyncio.run(_ask_store(settings.store))
     except GpubossError as error:
-        remedy = None if settings.store is None else f"start it, or change `store` ({settings.store})"
+        remedy = None if settings.store is None else f"start it, or change `store` ({shown(settings.store)})"
         yield Finding("store", Verdict.BROKEN, error.message, remedy)
         return
-    yield Finding("store", Verdict.OK, f"{settings.store} answers")
+    yield Finding("store", Verdict.OK, f"{shown(settings.store)} answers")
     for warning in warnings:
         yield Finding("store", Verdict.WARNING, warning)
 
@@ -230,7 +231,10 @@ async def _ask_store(url: str) -> list[str]:
     from gpuboss.settings import Timings
     from gpuboss.store import Store
 
-    store = Store(url, Timings())
+    try:
+        store = Store(url, Timings())
+    except ValueError as error:
+        raise StoreUnfit(f"`store` names no store: {error}") from error
     try:
         return await store.check_fitness()
     finally:

@@ -25,13 +25,15 @@ def ps(url: UrlOption = None, config: ConfigOption = None, json: JsonOption = Fa
     link = connect(url, config)
     slots = link.look("/api/v1/slots")["slots"]
     queue = link.look("/api/v1/queue")["queue"]
-    devices: dict[str, Any] = {"devices": []}
+    devices: dict[str, Any] = {"devices": [], "external": []}
     try:
         devices = link.get("/api/v1/devices")
     except LinkError as error:  # the store is away; the rest is still worth showing
         typer.secho(f"devices: {error.message}", fg="yellow", err=True)
     if json:
-        print_json({"slots": slots, "queue": queue, "devices": devices["devices"]})
+        print_json(
+            {"slots": slots, "queue": queue, "devices": devices["devices"], "external": devices.get("external", [])}
+        )
         return
     rows = _slot_rows(slots, queue)
     if rows:
@@ -42,6 +44,11 @@ def ps(url: UrlOption = None, config: ConfigOption = None, json: JsonOption = Fa
         print_table((">place", "waits for", "priority", "client", ">seconds"), map(_ticket_row, queue))
     if devices["devices"]:
         print_table((">device", ">total", ">claimed", ">others", ">free"), map(_device_row, devices["devices"]))
+    if external := devices.get("external"):
+        columns = ("program", "state", "devices", ">claimed", ">used", ">pid", "note")
+        print_table(columns, map(_external_row, external))
+    if foreign := [row for device in devices["devices"] for row in _foreign_rows(device)]:
+        print_table(("without a lease", ">pid", "device", ">uses"), foreign)
 
 
 def models(url: UrlOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
@@ -134,6 +141,28 @@ def _device_row(device: dict[str, Any]) -> tuple[str, ...]:
     others = device["foreign_bytes"] + device["residual_bytes"]
     sizes = (device["total_bytes"], device["claimed_bytes"], others, device["free_bytes"])
     return (device["id"], *map(format_bytes, sizes))
+
+
+def _external_row(program: dict[str, Any]) -> tuple[str, ...]:
+    claimed, used = sum(program["devices"].values()), program["used_bytes"]
+    note = f"asked to yield to {program['notice']}" if program["notice"] else program["problem"] or ""
+    return (
+        program["name"],
+        f"{program['state']}, busy" if program["busy"] else program["state"],
+        " ".join(program["devices"]) or "-",
+        format_bytes(claimed) if claimed else "-",
+        format_bytes(used) if used is not None else "-",
+        str(program["pid"] or "-"),
+        note,
+    )
+
+
+def _foreign_rows(device: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The processes that use a device without a lease, by pid; a driver need not say how much."""
+    return [
+        (one["name"] or "-", str(one["pid"]), device["id"], format_bytes(one["bytes"]) if one["bytes"] else "-")
+        for one in device.get("foreign", [])
+    ]
 
 
 def _model_row(model: dict[str, Any]) -> tuple[str, ...]:

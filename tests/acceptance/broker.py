@@ -180,6 +180,10 @@ class Broker:
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **headers})
         return self._send(request)
 
+    def delete(self, path: str) -> tuple[int, Any]:
+        """DELETE; the status and the decoded JSON body."""
+        return self._send(urllib.request.Request(self.url + path, method="DELETE"))
+
     def _send(self, request: urllib.request.Request) -> tuple[int, Any]:
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
@@ -202,12 +206,14 @@ class Broker:
 
 @contextlib.contextmanager
 def broker(
-    directory: Path, engine: Path, *, models: Sequence[str] = MODELS, demo: Path, **keys: Any
+    directory: Path, engine: Path, *, models: Sequence[str] = MODELS, demo: Path, context: int = 512, **keys: Any
 ) -> Iterator[Broker]:
     """A started broker that serves `models` by manifests; ended, with all it started, afterwards."""
     subject = Broker(directory, engine, **keys)
     for model in models:
-        subject.write_manifest(model, id=model, path=str(demo / f"{model}.gguf"), vram=f"{CLAIM_MIB}MiB", context=512)
+        subject.write_manifest(
+            model, id=model, path=str(demo / f"{model}.gguf"), vram=f"{CLAIM_MIB}MiB", context=context
+        )
     try:
         yield subject.start()
     finally:

@@ -12,7 +12,7 @@ LAYERS = ("gpuboss", "inference", "coordinator")
 """Each may import itself and those before it."""
 
 POLICY = ("scheduler", "plan", "board", "overtaking", "claim", "sight", "slot_view", "refusals", "queue", "placement",
-          "eviction", "events", "actions", "model", "errors", "slot_state")  # fmt: skip
+          "eviction", "events", "actions", "model", "errors", "slot_state", "demand", "yielding")  # fmt: skip
 """Modules of `inference` that decide. They take time as an argument and do nothing to the outside."""
 PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "math", "pathlib", "types", "typing"}
 """What of the standard library they use. `pathlib` only to name paths."""

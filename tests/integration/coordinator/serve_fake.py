@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from coordinator import server
 from coordinator.app import assemble
-from coordinator.broker import Broker
+from coordinator.broker import Broker, Parts
 from coordinator.security import Gate
 from coordinator.settings import Settings
 from inference.proxy import EngineClient
@@ -35,7 +35,7 @@ def main() -> int:
         pool = FakePool(
             FakeRegistry(a_model("robin")), EngineClient(Path("/nonexistent"), "k", name="robin"), holding=True
         )
-        yield pool
+        yield Parts(pool, None, None)  # type: ignore[arg-type] # nobody asks for them
         print("pool ends", flush=True)
         while "patient" in how and pool.open_tickets:  # noqa: ASYNC110 (the fake tells nobody)
             await asyncio.sleep(0.01)

@@ -22,7 +22,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from coordinator.app import assemble
-from coordinator.broker import Broker
+from coordinator.broker import Broker, Parts
+from coordinator.lease_desk import LeaseDesk
 from coordinator.listen import listen, url_of
 from coordinator.security import Gate
 from coordinator.wire import GuardedHttp
@@ -271,7 +272,12 @@ class Serving:
 
 @asynccontextmanager
 async def serving(
-    tmp_dir: Path, *, models: tuple[Model, ...] = (), default: str | None = None, api_key: str | None = None
+    tmp_dir: Path,
+    *,
+    models: tuple[Model, ...] = (),
+    default: str | None = None,
+    api_key: str | None = None,
+    desk: LeaseDesk | None = None,
 ) -> AsyncIterator[Serving]:
     """The application on a free port; at the end every ticket must have been closed once."""
     engine = FakeEngine()
@@ -284,7 +290,7 @@ async def serving(
 
     @asynccontextmanager
     async def open_pool() -> AsyncIterator[Any]:
-        yield pool
+        yield Parts(pool, desk, SimpleNamespace(views=list))  # type: ignore[arg-type] # they play them
 
     broker = Broker(open_pool, log_dir=tmp_dir)
     listener = listen("127.0.0.1", 0)

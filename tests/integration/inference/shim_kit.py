@@ -50,7 +50,9 @@ class Kit:
             cwd=str(self.root),
             log=str(self.log),
             socket=str(self.root / "engine.sock"),
-            lease=LeaseOrder(lease, epoch=1, seq=1, holder="slot:test", shares={"sim0": size}),
+            lease=LeaseOrder(
+                lease, epoch=1, seq=1, holder="slot:test", shares={"sim0": size}, terms='{"grace_ms":30000}'
+            ),
         )
 
     def rows(self) -> list[LedgerRow]:

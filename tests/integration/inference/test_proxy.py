@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from inference import engine_http
-from inference.errors import EngineDied
+from inference.errors import EngineDied, Preempted
 from inference.proxy import EngineClient
 from tests.support import until
 
@@ -392,3 +392,29 @@ async def test_a_path_cannot_smuggle_anything(client: EngineClient, path: str) -
 async def test_a_header_cannot_smuggle_anything(client: EngineClient) -> None:
     with pytest.raises(ValueError, match="line break"):
         await client.open("GET", "/", headers=[(b"accept", b"a\r\nX: y")])
+
+
+async def test_an_interruption_ends_what_is_under_way_with_its_own_error(engine: Engine, client: EngineClient) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.begin_stream()
+        await read_for_ever(peer)
+
+    async def silent(peer: Peer) -> None:
+        await peer.request()
+        await read_for_ever(peer)
+
+    await engine.play(script, silent)
+    response = await client.open("POST", "/stream", b"{}")
+    reading = asyncio.create_task(response.read())
+    opening = asyncio.create_task(client.open("POST", "/stream", b"{}"))
+    await until(lambda: engine.connections == 2, "both requests to be with the engine")
+    client.interrupt(Preempted("something more important", retry_after_s=5.0))
+    for task in (reading, opening):
+        with pytest.raises(Preempted, match="more important") as caught:
+            await task
+        assert caught.value.retry_after_s == 5.0
+    # One that had not reached the engine may be served by another: for its caller nothing has happened yet.
+    with pytest.raises(EngineDied, match="was stopped") as late:
+        await ask(client)
+    assert not late.value.reached

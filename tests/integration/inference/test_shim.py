@@ -65,6 +65,7 @@ async def test_an_engine_runs_under_its_lease_until_it_is_stopped(kit: Kit, shim
     pid = await started(shim, order)
     [row] = kit.rows()
     assert (row.lease_id, row.pid, row.engine_pid) == (order.lease.id, shim.pid, pid)
+    assert row.terms == order.lease.terms != ""
     assert carriers(order.lease.id) == [pid]
     shim.stop(0.0)
     report = await shim.report()

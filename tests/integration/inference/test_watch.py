@@ -67,3 +67,19 @@ async def test_without_any_folder_it_waits_to_be_cancelled() -> None:
     async with watched(Registry.load(Sources())) as reports:
         await asyncio.sleep(0)
     assert reports == []
+
+
+async def test_what_changes_while_the_watch_begins_is_noticed_too(tmp_path: Path) -> None:
+    registry = library(tmp_path)
+    look, looks = registry.reload, []
+
+    def reload() -> Changes:
+        changes = look()
+        looks.append(changes)
+        if len(looks) == 1:
+            write_gguf(tmp_path / "models" / "between.gguf")
+        return changes
+
+    registry.reload = reload  # type: ignore[method-assign]
+    async with watched(registry):
+        await until(lambda: "between" in registry.models, "the file that came after the first look")

@@ -114,7 +114,36 @@ def test_ps_shows_the_rest_while_the_store_is_away(broker: FakeBroker) -> None:
 
 def test_ps_as_json_holds_everything(broker: FakeBroker) -> None:
     shown = json.loads(call("ps", "--url", broker.url, "--json").stdout)
-    assert shown == {"slots": [SLOT], "queue": [TICKET], "devices": [DEVICE]}
+    assert shown == {"slots": [SLOT], "queue": [TICKET], "devices": [DEVICE], "external": []}
+
+
+def test_ps_shows_who_uses_a_device_without_a_lease_by_pid(broker: FakeBroker) -> None:
+    strangers = [{"pid": 812, "name": "blender", "bytes": GIB}, {"pid": 99, "name": "", "bytes": None}]
+    broker.answers["GET /api/v1/devices"] = {"devices": [DEVICE | {"foreign": strangers}]}
+    *_, header, blender, nameless = lines(call("ps", "--url", broker.url))
+    assert header == ["without a lease", "pid", "device", "uses"]
+    assert blender == ["blender", "812", "sim0", "1GiB"]
+    assert nameless == ["-", "99", "sim0", "-"]
+
+
+def test_ps_shows_the_programs_beside_us_and_what_they_are_asked(broker: FakeBroker) -> None:
+    comfy = {
+        "name": "comfyui",
+        "state": "held",
+        "pid": 4712,
+        "devices": {"sim0": 3 * GIB},
+        "used_bytes": GIB,
+        "busy": True,
+        "notice": "job:sft",
+        "problem": None,
+    }
+    absent = comfy | {"name": "vision", "state": "absent", "pid": None, "devices": {}, "used_bytes": None}
+    absent |= {"busy": None, "notice": None, "problem": "POST http://127.0.0.1:1/free failed"}
+    broker.answers["GET /api/v1/devices"] = {"devices": [DEVICE], "external": [comfy, absent]}
+    *_, header, first, second = lines(call("ps", "--url", broker.url))
+    assert header == ["program", "state", "devices", "claimed", "used", "pid", "note"]
+    assert first == ["comfyui", "held, busy", "sim0", "3GiB", "1GiB", "4712", "asked to yield to job:sft"]
+    assert second == ["vision", "absent", "-", "-", "-", "-", "POST http://127.0.0.1:1/free failed"]
 
 
 # -- models --------------------------------------------------------------------------------------------------------

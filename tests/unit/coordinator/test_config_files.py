@@ -223,6 +223,7 @@ def test_the_template_holds_every_key_at_its_default(here: Path) -> None:
         "devices",
         "allowed_hosts",
         "engines",
+        "external",
         "manifests",
     }
     assert settings.model_fields_set == Settings.model_fields.keys() - {"api_key"}

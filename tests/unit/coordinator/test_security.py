@@ -8,7 +8,7 @@ import pytest
 
 from coordinator import errors
 from coordinator.exchange import Exchange
-from coordinator.security import Gate, UnsafeBind, check_bind
+from coordinator.security import Gate, UnsafeBind, check_bind, is_local
 
 
 def _exchange(method: str = "POST", path: str = "/v1/completions", **headers: str) -> Exchange:
@@ -111,3 +111,18 @@ def test_listening_beyond_this_machine_needs_a_key() -> None:
     check_bind("0.0.0.0", loopback=False, api_key="secret")
     with pytest.raises(UnsafeBind, match=r"0\.0\.0\.0.*MODEL_BOSS_API_KEY.*--host"):
         check_bind("0.0.0.0", loopback=False, api_key=None)
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "local"),
+    [
+        (("127.0.0.1", 5), ("127.0.0.1", 8210), True),
+        (("::1", 5), ("::1", 8210), True),
+        (("192.168.1.7", 5), ("192.168.1.7", 8210), True),
+        (("192.168.1.8", 5), ("192.168.1.7", 8210), False),
+        (("testclient", 5), ("127.0.0.1", 8210), False),
+        (None, ("127.0.0.1", 8210), True),
+    ],
+)
+def test_which_requests_come_from_this_machine(client: object, server: object, local: bool) -> None:
+    assert is_local({"type": "http", "client": client, "server": server}) is local

@@ -63,6 +63,17 @@ def test_which_addresses_only_this_machine_reaches(host: str, loopback: bool) ->
         {"queue": {"aging_s": -1}},
         {"on_restart": "adopt"},
         {"log_level": "loud"},
+        {"preempt_grace_s": -1},
+        {"external": [{"name": "a", "match": "a"}]},
+        {"external": [{"name": "a", "match": "a", "vram": 0}]},
+        {"external": [{"name": "a", "match": " ", "vram": "1GiB"}]},
+        {"external": [{"name": "a", "match": "/(/", "vram": "1GiB"}]},
+        {"external": [{"name": "a", "match": "a", "vram": "1GiB", "priority": "soon"}]},
+        {"external": [{"name": "a", "match": "a", "vram": "1GiB", "free": "later"}]},
+        {"external": [{"name": "a", "match": "a", "vram": "1GiB", "free": "PRAY http://localhost/free"}]},
+        {"external": [{"name": "a", "match": "a", "vram": "1GiB", "free": "POST http://localhost/free {"}]},
+        {"external": [{"name": "a", "match": "a", "vram": "1GiB", "busy_url": "file:///etc/passwd"}]},
+        {"external": [{"name": "a", "match": "a", "vram": "1GiB"}] * 2},
         {"store": "http://localhost"},
         {"devices": []},
         {"devices": [{"id": "a", "kind": "sim", "vram": "1GiB"}] * 2},
@@ -114,3 +125,21 @@ def test_importing_the_settings_imports_little() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     heavy = {"fastapi", "starlette", "aiohttp", "typer", "rich", "redis", "structlog", "numpy", "psutil", "watchfiles"}
     assert not heavy & set(done.stdout.split())
+
+
+def test_a_program_beside_us_is_what_inference_takes() -> None:
+    keys = {
+        "name": "comfyui",
+        "match": "ComfyUI/main.py",
+        "vram": "12GiB",
+        "priority": "low",
+        "busy_url": "http://127.0.0.1:8188/queue",
+        "free": 'POST http://127.0.0.1:8188/free {"unload_models": true}',
+    }
+    [spec] = Settings.model_validate({"external": [keys], "preempt_grace_s": "1m"}).external_specs()
+    assert (spec.name, spec.vram_bytes, spec.priority, spec.grace_s) == ("comfyui", 12 * GIB, 20, 60.0)
+    assert str(spec.busy) == "GET http://127.0.0.1:8188/queue"
+    assert spec.free is not None
+    assert (spec.free.method, spec.free.body) == ("POST", '{"unload_models": true}')
+    [plain] = Settings.model_validate({"external": [keys | {"free": "http://127.0.0.1:8188/free"}]}).external_specs()
+    assert str(plain.free) == "POST http://127.0.0.1:8188/free"

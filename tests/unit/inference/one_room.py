@@ -47,6 +47,7 @@ class OneRoom(World):
         self.classes = (rng.choice([5, 10, 50]),)
         self.trouble = 0.0
         self.purposes = [Purpose.INFER]
+        self.job_gap_s, self.slots_pass = None, False
 
     def start(self, action: actions.Start) -> None:
         super().start(action)

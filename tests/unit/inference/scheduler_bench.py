@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Mapping
+
 from inference import actions, events
 from inference.errors import InferenceError, LoadFailed
-from inference.events import DeviceRoom, Purpose, Ticket
+from inference.events import DeviceRoom, Purpose, Shares, Ticket
 from inference.model import Model
 from inference.queue import QueueLimits
 from inference.scheduler import Scheduler
@@ -19,27 +22,48 @@ class Bench:
         self.scheduler = Scheduler(limits)
         self.errors: dict[str, InferenceError] = {}
         self.starts: dict[str, actions.Start] = {}
+        self.asks: dict[str, actions.Ask] = {}
         self.reasons: dict[str, str] = {}
         self.flying: list[str] = []
         """Granted tickets that were not served yet."""
+        self.lease_class: dict[str, int] = {}
+        """By model, the class its lease was last given."""
+        self.acknowledged: list[str] = []
+        """Models whose slots said that they yield."""
+        self.cut: dict[str, InferenceError] = {}
+        """By model, how the requests ended that were in flight at its stop."""
         self._count = 0
         self.tell(events.DevicesRead(self.now, devices or (a_device("d0", 10),)))
         self.first = self.tell(events.ModelsChanged(self.now, {model.id: model for model in models}))
 
     def tell(self, event: events.Event) -> list[str]:
-        return [self._word(action) for action in self.scheduler.handle(event)]
+        words = [self._word(action) for action in self.scheduler.handle(event)]
+        return [word for word in words if word is not None]
 
-    def _word(self, action: actions.Action) -> str:
+    def _word(self, action: actions.Action) -> str | None:
         match action:
+            case actions.Ask(model_id):
+                self.asks[model_id] = action
+                self.lease_class[model_id] = action.priority
+                return f"ask {model_id}"
             case actions.Start(model_id):
                 self.starts[model_id] = action
+                self.lease_class[model_id] = action.priority
                 return f"start {model_id}"
+            case actions.Reprice(model_id, priority):
+                self.lease_class[model_id] = priority
+                return None
+            case actions.Acknowledge(model_id):
+                self.acknowledged.append(model_id)
+                return None
             case actions.Drain(model_id, reason):
                 self.reasons[model_id] = reason
                 return f"drain {model_id}"
-            case actions.Stop(model_id, reason):
+            case actions.Stop(model_id, reason, error):
                 self.reasons.setdefault(model_id, reason)
-                return f"stop {model_id}"
+                if error is not None:
+                    self.cut[model_id] = error
+                return f"stop {model_id}" if error is None else f"cut {model_id}"
             case actions.Grant(ticket_id):
                 self.flying.append(ticket_id)
                 return f"grant {ticket_id}"
@@ -68,6 +92,13 @@ class Bench:
             events.SlotReady(self.now, model_id, load_s)
         )
 
+    def up_from_queue(self, model_id: str, load_s: float = 1.0) -> list[str]:
+        """The lease the model's slot had queued for is granted, and its engine answers."""
+        shares = self.asks[model_id].options[0]
+        return self.tell(events.LeaseGranted(self.now, model_id, shares)) + self.tell(
+            events.SlotReady(self.now, model_id, load_s)
+        )
+
     def served(self, ticket_id: str) -> list[str]:
         if ticket_id in self.flying:
             self.flying.remove(ticket_id)
@@ -83,8 +114,24 @@ class Bench:
         error = LoadFailed(f"{model_id} ended with status 1")
         return self.tell(events.SlotFailed(self.now, model_id, error, was_ready=was_ready))
 
-    def devices(self, *devices: DeviceRoom) -> list[str]:
-        return self.tell(events.DevicesRead(self.now, devices))
+    def devices(
+        self,
+        *devices: DeviceRoom,
+        waiting: Collection[str] = (),
+        coming: Mapping[str, Shares] | None = None,
+        asked_at_s: float = math.inf,
+    ) -> list[str]:
+        return self.tell(events.DevicesRead(self.now, devices, frozenset(waiting), coming or {}, asked_at_s))
+
+    def noticed(
+        self, model_id: str, priority: int = 10, *, by: str = "job", grace_s: float = 30.0, outranks: bool = False
+    ) -> list[str]:
+        """The ledger asks the model's slot to yield to a job."""
+        holder = f"job:{by}" if by else "a person"
+        return self.tell(events.Noticed(self.now, model_id, by, holder, priority, self.now + grace_s, outranks))
+
+    def withdrawn(self, model_id: str) -> list[str]:
+        return self.tell(events.Withdrawn(self.now, model_id))
 
     def after(self, seconds: float) -> list[str]:
         """That much later, at a tick."""

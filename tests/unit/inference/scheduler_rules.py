@@ -8,12 +8,19 @@
 5. An eviction comes after the start it is for, and that start needs all of its victims.
 6. Planning again without an event decides nothing.
 7. Once the world is quiet, everybody gets an answer, and refusals for want of room are true.
+8. A slot yields to a notice from outside when it is idle, to the same or a more important class; when it is busy, to a
+   more important class (or one that let it pass), and what it does is cut short only when the grace is over. And then
+   it does yield. A load yields when nobody more important wants it. Pinned ones do not. What is given up is promised to
+   who waits for it.
+9. Who waits outside is overtaken on the slots that have notice as often and as long as a ticket may be.
+10. What loads without a request is pinned, to preload, or yielded to somebody outside before; nobody goes for it.
 
 Ageing, fading and fitting are written down here a second time, naively: a mistake must be made twice to pass.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,8 +57,21 @@ def a_model(name: str, gib: float, **more: object) -> Model:
     return Model(**(values | more))  # type: ignore[arg-type]
 
 
-def a_device(name: str, gib: float, *, others: float = 0, accelerator: bool = True) -> DeviceRoom:
-    return DeviceRoom(name, int((gib + 1) * GIB), GIB, int(others * GIB), accelerator)
+def a_device(name: str, gib: float, *, others: float = 0, leased: float = 0, accelerator: bool = True) -> DeviceRoom:
+    """Of `gib` GiB, `others` are in use; `leased` of them are other holders' leases."""
+    return DeviceRoom(name, int((gib + 1) * GIB), GIB, int(others * GIB), accelerator, int(leased * GIB))
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What the ledger told a slot, or is about to."""
+
+    by: str
+    priority: int
+    deadline: float
+    given_at: float
+    outranks: bool
+    told_at: float = math.inf
 
 
 @dataclass
@@ -69,6 +89,17 @@ class Slot:
     """Ticket id to class at grant."""
     last_class: int = 1000
     idle_since: float = 0.0
+    taken: int = 0
+    """Grants of the present life."""
+    lease_class: int = 1000
+    passed: set[str] = field(default_factory=set)
+    """Jobs that were there before it, and let it pass."""
+    notice: Notice | None = None
+    acknowledged: bool = False
+    yields_to: str | None = None
+    """The job its memory is promised to while it leaves."""
+    came_away: bool = False
+    """It left for a job and was not loaded since."""
 
 
 class Rules:
@@ -84,6 +115,10 @@ class Rules:
     """Who waits, by ticket id, oldest first."""
     class_served: dict[int, float]
     """By class, when its oldest ticket was last granted."""
+    promised: dict[str, list[Shares]]
+    """By job that waits, what slots that are gone gave up for it."""
+    demand_told: dict[str, float]
+    """By job, when the scheduler was first told of it."""
 
     def must(self, holds: bool, what: str) -> None:
         if not holds:
@@ -117,11 +152,13 @@ class Rules:
         """Free bytes once everything that leaves is gone, with every promise counted."""
         usable = [device for device in self.devices if device.accelerator] or self.devices
         room = {device.id: device.capacity_bytes - device.others_bytes for device in usable}
-        for slot in self.slots.values():
-            if slot.state in HELD - GOING:
-                for device, size in slot.shares.items():
-                    if device in room:
-                        room[device] -= size
+        taken = [
+            slot.shares for slot in self.slots.values() if slot.state in HELD - GOING or slot.yields_to is not None
+        ]
+        for shares in (*taken, *(shares for many in self.promised.values() for shares in many)):
+            for device, size in shares.items():
+                if device in room:
+                    room[device] -= size
         return room
 
     def fits(self, need: int, room: dict[str, int]) -> bool:
@@ -159,6 +196,8 @@ class Rules:
                 before = [one.model_id for one in decided[:at] if isinstance(one, actions.Start)]
                 if "makes room" in action.reason:
                     self.must(any(f"'{name}'" in action.reason for name in before), f"5: {action} without its start")
+                elif action.reason.startswith("yields to"):
+                    gone.add(action.model_id)
                 elif action.model_id not in gone and self.slots[action.model_id].state not in GOING:
                     gone.add(action.model_id)
                     for device, size in self.slots[action.model_id].shares.items():
@@ -182,8 +221,17 @@ class Rules:
                 room[device] -= size
                 self.must(room[device] >= 0, f"3: {action} is promised {-room[device]} bytes too many on {device}")
 
+    def class_of_load(self, action: actions.Start | actions.Ask) -> int:
+        """Of whom the model is loaded for; what its lease has besides, it has for what it goes ahead of."""
+        if not getattr(action, "ahead_of", ()):
+            return action.priority
+        waiting = self.waiting_for(action.model_id)
+        serious = [self.class_of(ticket) for ticket in waiting if ticket.purpose is not Purpose.PEEK]
+        return min(serious or [ticket.priority for ticket in waiting], default=1000)
+
     def check_victims(self, start: actions.Start, victims: set[str], room: dict[str, int], answered: set[str]) -> None:
         """4 and 5, for one start."""
+        priority = self.class_of_load(start)
         holders = {name: self.slots[name] for name in victims}
         for name, slot in holders.items():
             assert slot.model is not None
@@ -192,9 +240,9 @@ class Rules:
                 waiting = [ticket for ticket in self.waiting_for(name) if ticket.id not in answered]
                 self.must(not waiting, f"4: {name} is loading for {waiting} and goes for {start}")
             elif slot.in_flight:
-                self.must(start.priority < self.class_of_slot(slot), f"4: busy {name}, {slot}, goes for {start}")
+                self.must(priority < self.class_of_slot(slot), f"4: busy {name}, {slot}, goes for {start}")
             else:
-                self.must(start.priority <= self.class_of_slot(slot), f"4: idle {name}, {slot}, goes for {start}")
+                self.must(priority <= self.class_of_slot(slot), f"4: idle {name}, {slot}, goes for {start}")
         if any(claim.overdue(self.now, self.limits) for claim in self.scheduler._board.claims.values()):
             return  # room is kept for an overdue claim, which the sums below do not know
         need = self.models[start.model_id].claim_bytes

@@ -18,7 +18,9 @@ from inference.events import Purpose, Ticket
 from inference.queue import QueueLimits
 from inference.scheduler import Scheduler
 from inference.slot_state import SlotState
-from tests.unit.inference.scheduler_rules import HELD, Broken, Rules, Slot, a_device, a_model
+from tests.unit.inference.scheduler_ledger import Job, Leases, Place
+from tests.unit.inference.scheduler_rules import HELD, Broken, Slot, a_device, a_model
+from tests.unit.inference.yielding_rules import YieldingRules
 
 
 @dataclass
@@ -32,7 +34,7 @@ class Caller:
     done: bool = False
 
 
-class World(Rules):
+class World(Leases, YieldingRules):
     """One random history."""
 
     def __init__(self, seed: int, *, scheduler: Callable[[QueueLimits], Scheduler] = Scheduler) -> None:
@@ -46,8 +48,13 @@ class World(Rules):
         self.callers: dict[str, Caller] = {}
         self.unanswered = {}
         self.class_served = {}
-        self.pending: list[tuple[int, int, str, int]] = []
-        """Queued leases: class, order, model, life."""
+        self.pending: list[Place] = []
+        self.jobs: dict[str, Job] = {}
+        self.foreign = {device.id: 0 for device in self.devices}
+        self.promised = {}
+        self.demand_told = {}
+        self.suffered = {}
+        self.coming = {}
         self.calm = False
         self.handling = False
         self.inbox: list[events.Event] = []
@@ -87,6 +94,8 @@ class World(Rules):
         self.classes = rng.choice([(10,), (10, 10, 20), (1, 5, 10, 20, 50), (3, 10, 30, 200, 1000)])
         self.trouble = rng.choice([0.0, 0.0, 0.05, 0.2])
         self.purposes = [Purpose.INFER] * 17 + [Purpose.LOAD] + [Purpose.PEEK] * 2
+        self.job_gap_s = rng.choice([None, 1.0, 3.0, 10.0])
+        self.slots_pass = rng.random() < 0.5
 
     # -- the clock ------------------------------------------------------------------------------------------------
 
@@ -106,10 +115,13 @@ class World(Rules):
         self.after(0.0, self.tick)
         self.after(0.0, self.someone_comes)
         self.after(5.0, self.something_happens)
+        self.after(1.0, self.a_job_comes)
         self.advance(self.now + self.rng.uniform(2.0, busy_s))
         self.calm = True
-        self.devices = [replace(device, others_bytes=0) for device in self.devices]
-        self.feed(events.DevicesRead(self.now, tuple(self.devices)))
+        self.foreign = dict.fromkeys(self.foreign, 0)
+        for job in self.jobs.values():
+            self.after(30.0, lambda job=job: self.job_gives_up(job))
+        self.read()
         if self.rng.random() < 0.1:
             self.feed(events.ShutdownBegan(self.now))
         self.finish()
@@ -124,6 +136,8 @@ class World(Rules):
 
     def tick(self) -> None:
         self.grant_leases()
+        if self.jobs:
+            self.read()
         self.feed(events.Tick(self.now))
         if self.rng.random() < 0.2:
             self.feed(events.Tick(self.now))
@@ -177,13 +191,10 @@ class World(Rules):
             case 0:
                 self.feed(events.UnloadWanted(self.now, name))
             case 1 | 2:
-                at = rng.randrange(len(self.devices))
-                device = self.devices[at]
-                room = device.capacity_bytes - sum(
-                    slot.shares.get(device.id, 0) for slot in self.slots.values() if slot.leased
-                )
-                self.devices[at] = replace(device, others_bytes=int(rng.random() * max(0, room)))
-                self.feed(events.DevicesRead(self.now, tuple(self.devices)))
+                device = rng.choice(self.devices)
+                room = self.free()[device.id] + self.foreign[device.id]
+                self.foreign[device.id] = int(rng.random() * max(0, room))
+                self.read()
                 self.grant_leases()
             case 3:
                 self.change_models(name)
@@ -222,31 +233,17 @@ class World(Rules):
 
     # -- the ledger and the slots -----------------------------------------------------------------------------------
 
-    def grant_leases(self) -> None:
-        """First come, first served within a class; a blocked one earmarks its first option."""
-        room = {device.id: device.capacity_bytes - device.others_bytes for device in self.devices}
-        for slot in self.slots.values():
-            if slot.leased:
-                for device, size in slot.shares.items():
-                    room[device] -= size
-        for place in sorted(self.pending):
-            _, _, name, life = place
-            slot = self.slots[name]
-            if slot.life != life or slot.state is not SlotState.LOADING:
-                self.pending.remove(place)
-                continue
-            for option in slot.options:
-                if all(room[device] >= size for device, size in option.items()):
-                    self.pending.remove(place)
-                    slot.leased, slot.shares = True, option
-                    self.after(0.0, lambda name=name, life=life: self.leased(name, life))
-                    break
-            for device, size in (slot.shares if slot.leased else slot.options[0]).items():
-                room[device] -= size
-
     def leased(self, name: str, life: int) -> None:
         slot = self.slots[name]
-        if slot.life == life and slot.state in HELD:
+        if slot.life == life and slot.state in {*HELD, SlotState.QUEUED}:
+            if slot.state is SlotState.QUEUED:
+                slot.state, slot.last_class, slot.idle_since, slot.taken = (
+                    SlotState.LOADING,
+                    slot.lease_class,
+                    self.now,
+                    0,
+                )
+                slot.came_away = False
             self.feed(events.LeaseGranted(self.now, name, slot.shares))
             fails = not self.calm and self.rng.random() < self.trouble
             self.after(self.load_s[name] * self.rng.uniform(0.5, 1.5), lambda: self.loaded(name, life, fails))
@@ -258,7 +255,11 @@ class World(Rules):
         if fails:
             self.fail(name, slot)
             return
-        slot.state, slot.idle_since = SlotState.READY, self.now
+        slot.state = SlotState.READY
+        if slot.came_away:
+            slot.came_away = False
+        else:
+            slot.idle_since = self.now
         self.feed(events.SlotReady(self.now, name, self.load_s[name]))
 
     def fail(self, name: str, slot: Slot) -> None:
@@ -284,7 +285,10 @@ class World(Rules):
             # The caller gets the engine's death from the proxy and gives its place back a little later.
             del slot.in_flight[ticket_id]
             self.after(0.01, lambda ticket_id=ticket_id: self.close(ticket_id))
+        if slot.yields_to is not None:
+            self.promised.setdefault(slot.yields_to, []).append(slot.shares)
         slot.state, slot.leased, slot.shares = state, False, {}
+        slot.notice, slot.acknowledged, slot.yields_to = None, False, None
 
     def close(self, ticket_id: str) -> None:
         caller = self.callers[ticket_id]
@@ -308,6 +312,8 @@ class World(Rules):
             decided = self.scheduler.handle(event)
             self.perform(decided)
             self.check_second_plan(event)
+            if not self.inbox:
+                self.check_heeded()
         self.handling = False
 
     def perform(self, decided: list[actions.Action]) -> None:
@@ -319,10 +325,17 @@ class World(Rules):
                     self.granted(action)
                 case actions.Refuse():
                     self.refused(action)
+                case actions.Ask():
+                    self.ask(action)
                 case actions.Start():
                     self.start(action)
+                case actions.Reprice():
+                    self.reprice(action)
+                case actions.Acknowledge():
+                    self.slots[action.model_id].acknowledged = True
                 case actions.Drain():
                     self.must(self.slots[action.model_id].state is SlotState.READY, f"2: {action}")
+                    self.check_yield(action)
                     self.slots[action.model_id].state = SlotState.DRAINING
                 case actions.Stop():
                     self.stop(action)
@@ -332,6 +345,9 @@ class World(Rules):
         ticket = caller.ticket
         self.must(caller.answer is None, f"1: {action} to a ticket that was {caller.answer}")
         self.must(slot.state is SlotState.READY and ticket.model_id == action.model_id, f"1: {action} on {slot}")
+        if ticket.purpose is not Purpose.LOAD:
+            self.check_overtaking(slot, ticket)
+        slot.taken += 1
         slot.in_flight[ticket.id] = self.class_of(ticket)
         if self.oldest(ticket.priority) is ticket:
             self.class_served[ticket.priority] = self.now
@@ -350,21 +366,62 @@ class World(Rules):
         caller.answer, caller.done, caller.error = "refused", True, action.error
         del self.unanswered[caller.ticket.id]
 
-    def start(self, action: actions.Start) -> None:
+    def ask(self, action: actions.Ask) -> None:
         slot = self.slots.setdefault(action.model_id, Slot())
-        self.must(slot.state in {SlotState.IDLE, SlotState.FAILED}, f"2: {action} on {slot}")
-        slot.state, slot.model, slot.leased = SlotState.LOADING, self.models[action.model_id], False
-        slot.options, slot.shares, slot.priority = action.options, action.options[0], action.priority
-        slot.last_class, slot.idle_since = action.priority, self.now
-        slot.life = next(self.numbers)
-        self.pending.append((action.priority, slot.life, action.model_id, slot.life))
+        self.must(slot.state in {SlotState.IDLE, SlotState.FAILED, SlotState.QUEUED}, f"2: {action} on {slot}")
+        self.must(bool(self.waiting_for(action.model_id)), f"10: {action} for nobody")
+        slot.options = action.options
+        if slot.state is SlotState.QUEUED:
+            self.reprice(actions.Reprice(action.model_id, action.priority))
+        else:
+            slot.state, slot.model, slot.leased = SlotState.QUEUED, self.models[action.model_id], False
+            self.queue_lease(action.model_id, action.priority)
         self.after(0.0, self.grant_leases)
+
+    def start(self, action: actions.Start) -> None:
+        self.check_return(action)
+        slot = self.slots.setdefault(action.model_id, Slot())
+        queued = slot.state is SlotState.QUEUED
+        self.must(queued or slot.state in {SlotState.IDLE, SlotState.FAILED}, f"2: {action} on {slot}")
+        granted = slot.shares if slot.leased else None  # a moment ago, and the scheduler is about to hear of it
+        slot.state, slot.model = SlotState.LOADING, self.models[action.model_id]
+        slot.options, slot.shares = action.options, granted or action.options[0]
+        if not (slot.came_away and action.priority == 1000):
+            slot.last_class, slot.idle_since, slot.came_away = self.class_of_load(action), self.now, False
+        slot.taken = 0
+        if queued:
+            self.reprice(actions.Reprice(action.model_id, action.priority))
+        else:
+            slot.leased = False
+            self.queue_lease(action.model_id, action.priority, action.ahead_of)
+        self.after(0.0, self.grant_leases)
+
+    def queue_lease(self, name: str, priority: int, ahead_of: tuple[str, ...] = ()) -> None:
+        slot = self.slots[name]
+        slot.life, slot.lease_class, slot.passed = next(self.numbers), priority, set()
+        passed = [place.order for place in self.pending if place.model_id in ahead_of and place.stands]
+        order = min(passed, default=slot.life + 0.5) - 0.5
+        self.pending.append(Place(priority, order, name, slot.life, slot))
+
+    def reprice(self, action: actions.Reprice) -> None:
+        slot = self.slots[action.model_id]
+        slot.lease_class = action.priority
+        for place in self.pending:
+            if place.slot is slot and place.life == slot.life:
+                place.priority = action.priority
 
     def stop(self, action: actions.Stop) -> None:
         slot = self.slots[action.model_id]
         self.must(
-            slot.state in {SlotState.LOADING, SlotState.READY, SlotState.DRAINING} and not slot.in_flight,
+            slot.state in {SlotState.QUEUED, SlotState.LOADING, SlotState.READY, SlotState.DRAINING},
             f"2: {action} on {slot}",
         )
+        self.check_yield(action)
+        self.check_cut(action)
+        if action.error is not None:
+            self.counts["cut"] = self.counts.get("cut", 0) + 1
+            slot.idle_since = self.now
+            for ticket_id in slot.in_flight:
+                self.after(0.01, lambda ticket_id=ticket_id: self.close(ticket_id))
         slot.state = SlotState.STOPPING
         self.go_later(action.model_id, slot)

@@ -4,16 +4,16 @@ becomes ready when it is allowed to."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from gpuboss.devices import Device, DeviceKind
-from gpuboss.errors import GpubossError
+from gpuboss.errors import GpubossError, StaleFence
 from gpuboss.identity import ProcessIdentity
-from gpuboss.leases import Fence, Lease, LeaseRequest, LeaseState, Snapshot
+from gpuboss.leases import Fence, Lease, LeaseRequest, LeaseState, Notice, Shares, Snapshot
 from gpuboss.node_ledger import LedgerRow, NodeLedger
 from gpuboss.state_dir import StateDir
 from inference.backends import Command, Launch, Readiness, Routes
@@ -51,11 +51,19 @@ class MemoryLedger:
         self.refuses: GpubossError | None = None
         self.fails_to_release: GpubossError | None = None
         self.requests: list[LeaseRequest] = []
+        self.orders: list[int | None] = []
         self.given_back: list[tuple[str, str]] = []
+        self.changes: list[tuple[LeaseState, Sequence[Shares] | None, int | None]] = []
+        """State, options and class of every lease that was to be changed."""
+        self.fails_to_change: GpubossError | None = None
+        self.acknowledged: list[str] = []
+        self.callbacks: dict[str, Callable[[Lease], None]] = {}
+        """Who is told of notices, by lease."""
         self.sweeps = 0
 
-    async def acquire(self, request: LeaseRequest) -> Lease:
+    async def acquire(self, request: LeaseRequest, *, order: int | None = None) -> Lease:
         self.requests.append(request)
+        self.orders.append(order)
         await asyncio.sleep(0)
         if self.refuses is not None:
             raise self.refuses
@@ -65,10 +73,34 @@ class MemoryLedger:
         await self.free.wait()
         return self._lease(next(r for r in self.requests if r.request_id == lease.request_id), LeaseState.GRANTED)
 
+    async def resize(self, lease: Lease, options: Sequence[Shares] | None = None, priority: int | None = None) -> Lease:
+        await asyncio.sleep(0)
+        if self.fails_to_change is not None:
+            raise self.fails_to_change
+        if lease.state is LeaseState.QUEUED and self.free.is_set():
+            raise StaleFence("it was granted a moment ago")
+        self.changes.append((lease.state, options, priority))
+        return replace(lease, priority=lease.priority if priority is None else priority)
+
+    def on_notice(self, lease: Lease, callback: Callable[[Lease], None]) -> None:
+        self.callbacks[lease.id] = callback
+
+    def notice(self, notice: Notice | None) -> None:
+        """Tell the holder of the lease that was asked for last."""
+        request = self.requests[-1]
+        lease = replace(self._lease(request, LeaseState.GRANTED), notice=notice)
+        self.callbacks[request.request_id](lease)
+
+    async def ack(self, lease: Lease) -> Lease:
+        self.acknowledged.append(lease.id)
+        return lease
+
     async def cancel(self, lease: Lease) -> None:
+        self.callbacks.pop(lease.id, None)
         self.given_back.append(("cancel", lease.id))
 
     async def release(self, lease: Lease) -> None:
+        self.callbacks.pop(lease.id, None)
         self.given_back.append(("release", lease.id))
         if self.fails_to_release is not None:
             raise self.fails_to_release

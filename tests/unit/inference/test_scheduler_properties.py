@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from inference import eviction, overtaking
+from inference.board import Board
 from inference.eviction import Candidate
 from inference.placement import Rooms
+from inference.yielding import Yielding
 from tests.unit.inference.one_room import OneRoom
 from tests.unit.inference.scheduler_rules import Broken
 from tests.unit.inference.scheduler_world import World
@@ -27,8 +31,10 @@ def play(kind: type[World], seeds: range, busy_s: float) -> dict[str, int]:
 
 
 def test_random_histories_keep_every_rule():
-    counts = play(World, range(150), busy_s=40.0)
-    assert all(counts[name] > 100 for name in ("Start", "Drain", "Stop", "Grant", "Refuse"))
+    counts = play(World, range(100), busy_s=40.0)
+    assert all(counts[name] > 100 for name in ("Start", "Drain", "Stop", "Grant", "Refuse", "Ask", "Reprice"))
+    assert all(counts[name] > 100 for name in ("noticed", "Acknowledge", "job granted"))
+    assert counts["cut"] > 5
 
 
 def test_nobody_is_overtaken_beyond_the_bounds():
@@ -72,6 +78,55 @@ def test_unbounded_overtaking_breaks_a_rule(monkeypatch):
     monkeypatch.setattr(overtaking.Overtaking, "forbids", lambda self, slot, entry: False)
     with pytest.raises(Broken, match="is overtaken"):
         play(OneRoom, range(30), busy_s=15.0)
+
+
+def test_a_slot_that_does_not_heed_its_notice_breaks_a_rule(monkeypatch):
+    monkeypatch.setattr(Yielding, "run", lambda self: False)
+    with pytest.raises(Broken, match=r"8: .* does not yield"):
+        play(World, range(100), busy_s=40.0)
+
+
+def test_a_busy_slot_that_yields_to_its_own_class_breaks_a_rule(monkeypatch):
+    yields = Yielding._yields
+    monkeypatch.setattr(
+        Yielding,
+        "_yields",
+        lambda self, slot, demand: yields(self, slot, replace(demand, priority=demand.priority - 1)),
+    )
+    with pytest.raises(Broken, match="8: busy"):
+        play(World, range(100), busy_s=40.0)
+
+
+def test_a_pinned_slot_that_yields_to_a_lease_breaks_a_rule(monkeypatch):
+    monkeypatch.setattr(
+        Yielding, "_demand_on", lambda self, slot: self._board.demands[slot.notice.by] if slot.notice else None
+    )
+    with pytest.raises(Broken, match="8: pinned"):
+        play(World, range(300), busy_s=40.0)
+
+
+def test_a_request_that_is_cut_short_within_its_grace_breaks_a_rule(monkeypatch):
+    told = Board.notice
+    monkeypatch.setattr(
+        Board, "notice", lambda self, slot, event: told(self, slot, replace(event, deadline_s=event.deadline_s / 2))
+    )
+    with pytest.raises(Broken, match=r"8: Stop.* before"):
+        play(World, range(300), busy_s=40.0)
+
+
+def test_memory_that_is_not_kept_for_who_waits_outside_breaks_a_rule(monkeypatch):
+    way = Board.give_way
+    monkeypatch.setattr(
+        Board, "give_way", lambda self, slot, *told: (way(self, slot, *told), setattr(slot, "yields_to", None))
+    )
+    with pytest.raises(Broken, match="3: "):
+        play(World, range(300), busy_s=40.0)
+
+
+def test_unbounded_overtaking_of_who_waits_outside_breaks_a_rule(monkeypatch):
+    monkeypatch.setattr(Yielding, "forbids", lambda self, slot, entry: False)
+    with pytest.raises(Broken, match="9: "):
+        play(World, range(300), busy_s=40.0)
 
 
 def test_a_queue_that_forgets_to_grant_is_a_deadlock_the_world_notices(monkeypatch):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from gpuboss import errors as ledger_errors
-from inference import events
+from gpuboss.leases import LeaseState, Notice
+from inference import events, lease_terms
 from inference.errors import EngineDied, IllegalTransition, LoadFailed, WillNeverFit
 from inference.process import EndReason, Exited, LaunchOrder, Lost, Wedged
 from inference.slot import STORY_LENGTH
@@ -264,3 +266,104 @@ async def test_a_fault_of_ours_fails_the_slot_and_gives_everything_back(world: W
     assert isinstance(end, events.SlotFailed)
     assert "an error of Model Boss itself: ZeroDivisionError" in end.error.message
     assert [how for how, _ in world.ledger.given_back] == ["release"]
+
+
+# -- notices, and memory that others hold ----------------------------------------------------------------------------
+
+
+async def test_a_slots_lease_says_that_it_yields_and_how_long_it_may_take(world: World) -> None:
+    world.slot._grace_s = 12.0
+    await ready(world)
+    [request] = world.ledger.requests
+    assert (request.preemptible, request.grace_s) == (True, 12.0)
+    [order] = world.shim.orders
+    assert isinstance(order, LaunchOrder)
+    terms = json.loads(order.lease.terms)
+    assert (terms["kind"], terms["priority"]) == ("slot", 10)
+
+
+async def test_a_notice_is_reported_with_what_is_left_of_the_grace(world: World) -> None:
+    await ready(world)
+    world.ledger.notice(Notice("w1", "job:sft", 5, 0, 30.0, acknowledged=False, outranks=False))
+    assert world.events[-1] == events.Noticed(100.0, "robin", "w1", "job:sft", 5, 130.0, outranks=False)
+    world.ledger.notice(None)
+    assert world.events[-1] == events.Withdrawn(100.0, "robin")
+
+
+async def test_the_ledger_is_told_that_a_slot_yields(world: World) -> None:
+    await ready(world)
+    world.slot.acknowledge()
+    await until(lambda: world.ledger.acknowledged == [world.ledger.requests[0].request_id], "the ledger to be told")
+
+
+async def test_a_slot_that_waits_for_others_memory_takes_no_supervisor_before_it_has_it(world: World) -> None:
+    world.ledger.free.clear()
+    world.slot.ask(OPTIONS, 20)
+    assert world.slot.state is SlotState.QUEUED
+    await until(lambda: world.slot.lease is not None, "the lease to be queued")
+    assert world.shims.out == []
+    world.ledger.free.set()
+    await until(lambda: world.slot.state is SlotState.READY, "the slot to be ready")
+    assert [type(event) for event in world.events] == [events.LeaseGranted, events.SlotReady]
+
+
+async def test_a_queued_slot_for_which_room_is_found_keeps_its_place_and_asks_for_that_room(world: World) -> None:
+    world.ledger.free.clear()
+    world.slot.ask(OPTIONS, 20)
+    await until(lambda: world.slot.lease is not None, "the lease to be queued")
+    found = ({"sim1": 1 << 20},)
+    world.slot.start(found, 5)
+    assert world.slot.state is SlotState.LOADING
+    await until(lambda: world.ledger.changes == [(LeaseState.QUEUED, found, 5)], "the lease to be changed")
+    assert len(world.ledger.requests) == 1
+
+
+async def test_what_is_wanted_while_the_lease_is_asked_for_is_told_once_it_is_there(world: World) -> None:
+    world.ledger.free.clear()
+    world.slot.start(OPTIONS, 20)
+    world.slot.reprice(10)
+    world.slot.reprice(5)
+    await until(lambda: world.ledger.changes == [(LeaseState.QUEUED, None, 5)], "the lease to be changed")
+
+
+async def test_a_class_told_while_the_lease_is_granted_reaches_the_lease_that_is_held(world: World) -> None:
+    """The queued lease the change was meant for is one that is held, which is changed otherwise."""
+    world.ledger.free.clear()
+    world.slot.ask(OPTIONS, 20)
+    await until(lambda: world.slot.lease is not None, "the lease to be queued")
+    world.ledger.free.set()
+    world.slot.reprice(5)
+    await until(lambda: world.ledger.changes == [(LeaseState.GRANTED, None, 5)], "the lease to be changed")
+
+
+async def test_a_class_that_the_ledger_could_not_take_is_told_again(world: World, monkeypatch) -> None:
+    monkeypatch.setattr(lease_terms, "RETRY_S", 0.01)
+    await ready(world)
+    world.ledger.fails_to_change = ledger_errors.StoreUnavailable("down")
+    world.slot.reprice(50)
+    await asyncio.sleep(0)
+    world.ledger.fails_to_change = None
+    await until(lambda: world.ledger.changes == [(LeaseState.GRANTED, None, 50)], "the lease to be changed")
+
+
+async def test_a_start_takes_the_place_in_the_queue_that_it_is_given(world: World) -> None:
+    world.slot.start(OPTIONS, 10, order=7)
+    await until(lambda: world.slot.state is SlotState.READY, "the slot to be ready")
+    assert world.ledger.orders == [7]
+
+
+async def test_a_stop_while_the_slot_waits_for_others_leaves_the_queue(world: World) -> None:
+    world.ledger.free.clear()
+    world.slot.ask(OPTIONS, 10)
+    await until(lambda: world.slot.lease is not None, "the lease to be queued")
+    world.slot.stop("nobody waits for it any more")
+    assert isinstance(await ended(world), events.SlotGone)
+    assert [how for how, _ in world.ledger.given_back] == ["cancel"]
+
+
+async def test_what_can_never_be_granted_fails_the_waiting_slot(world: World) -> None:
+    world.ledger.refuses = ledger_errors.LeaseRefused("2 GiB wanted, 1 GiB there is")
+    world.slot.ask(OPTIONS, 10)
+    end = await ended(world)
+    assert isinstance(end, events.SlotFailed)
+    assert isinstance(end.error, WillNeverFit)

@@ -1,0 +1,86 @@
+"""Which process an external program is, and what it uses. Looks at the system and at the node's books; changes nothing.
+
+Used by `external.py`, in threads: a scan of all processes takes milliseconds, the books may be busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import psutil
+
+from gpuboss import processes
+from gpuboss.devices import DeviceKind
+from gpuboss.identity import Liveness, ProcessIdentity
+from gpuboss.leases import Lease, Snapshot
+from gpuboss.ledger_rows import LedgerRow
+from gpuboss.node_ledger import NodeLedger
+from gpuboss.state_dir import StateDir
+from inference.external_spec import pattern_of
+
+__all__ = ["find", "lease_of", "observed", "use_of"]
+
+
+def find(match: str, known: ProcessIdentity | None) -> ProcessIdentity | None:
+    """The program's process: `known` while that lives, else the one that started first of those that match.
+
+    Of a parent and its child that both match, that is the parent. Never this broker.
+    """
+    if known is not None and known.is_alive() is Liveness.ALIVE:
+        return known
+    pattern, own = pattern_of(match), {os.getpid()}
+    found: list[tuple[float, int]] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid not in own and pattern.search(" ".join(process.cmdline())):
+                found.append((process.create_time(), process.pid))
+    for _, pid in sorted(found):
+        with contextlib.suppress(ProcessLookupError):
+            return ProcessIdentity.of(pid)
+    return None
+
+
+def lease_of(process: ProcessIdentity, state: StateDir) -> LedgerRow | None:
+    """The row under which it, or a process above or below it, runs already."""
+    near = processes.family(process.pid)
+    with contextlib.suppress(psutil.Error):
+        near |= {parent.pid for parent in psutil.Process(process.pid).parents()}
+    with NodeLedger(state.ledger_path) as books:
+        rows = books.rows()
+    for row in rows:
+        if row.pid_namespace == process.pid_namespace and {row.pid, row.engine_pid} & near:
+            return row
+    carried = processes.carriers([row.lease_id for row in rows])
+    return next((row for row in rows if set(carried.get(row.lease_id, ())) & near), None)
+
+
+def use_of(process: ProcessIdentity, snapshot: Snapshot, host_memory: bool) -> dict[str, int]:
+    """Bytes by device that it uses without a lease, as far as drivers tell; of host memory only where that is meant."""
+    near = processes.family(process.pid)
+    found: dict[str, int] = {}
+    for use in snapshot.devices:
+        if use.device.kind is DeviceKind.CPU:
+            size = _resident(near) if host_memory else 0
+        else:
+            size = sum(stranger.bytes or 0 for stranger in use.foreign_pids if stranger.pid in near)
+        if size:
+            found[use.device.id] = size
+    return found
+
+
+def observed(lease: Lease, state: StateDir) -> int | None:
+    """What its processes use of its devices, by the keeper's last reading; None where nobody measures it."""
+    with NodeLedger(state.ledger_path) as books:
+        priors = books.priors()
+    sizes = [priors[device].observed.get(lease.id) for device in lease.shares if device in priors]
+    told = [size for size in sizes if size is not None]
+    return sum(told) if told else None
+
+
+def _resident(pids: set[int]) -> int:
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error, OSError):
+            total += psutil.Process(pid).memory_info().rss
+    return total
