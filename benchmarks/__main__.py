@@ -11,37 +11,17 @@ import sys
 import tempfile
 import time
 import urllib.request
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 
 from benchmarks import measures, plot, targets
 from benchmarks.client import LoadClient, chat_request
+from benchmarks.figures import Figure, print_table
 
 MODELS = ("robin", "wren")
 OUT = Path(__file__).resolve().parent / "out"
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One comparison with its bar."""
-
-    name: str
-    ours: float
-    peer: float | None
-    """None where the bar is a number of its own."""
-    unit: str
-    bar: float
-    """`ours` must be at most this (at least, where `higher_is_better`)."""
-    rule: str
-    """The bar in words."""
-    higher_is_better: bool = False
-
-    @property
-    def held(self) -> bool:
-        """True when the bar is met."""
-        return self.ours >= self.bar if self.higher_is_better else self.ours <= self.bar
 
 
 def main() -> int:
@@ -64,7 +44,7 @@ def main() -> int:
     if arguments.json:
         print(json.dumps(document, indent=1))
     else:
-        _print_table(figures)
+        print_table(figures, "Model Boss beside llama-server, same run")
     return 0 if all(figure.held for figure in figures) else 1
 
 
@@ -136,22 +116,6 @@ def _unload_all(port: int) -> None:
         request = urllib.request.Request(f"http://127.0.0.1:{port}/api/v1/models/{model}/unload", b"{}")
         request.add_header("Content-Type", "application/json")
         urllib.request.urlopen(request, timeout=30).close()
-
-
-def _print_table(figures: list[Figure]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("figure", "Model Boss", "peer", "bar", "", title="Model Boss beside llama-server, same run")
-    for figure in figures:
-        table.add_row(
-            figure.name,
-            f"{figure.ours:.2f} {figure.unit}",
-            "" if figure.peer is None else f"{figure.peer:.2f} {figure.unit}",
-            f"{figure.bar:.2f} {figure.unit} ({figure.rule})",
-            "held" if figure.held else "MISSED",
-        )
-    Console().print(table)
 
 
 if __name__ == "__main__":
