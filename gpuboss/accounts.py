@@ -80,17 +80,14 @@ def _by_process(
     prior: Prior,
 ) -> LedgerReading:
     """Case 1."""
-    observed: dict[str, int] = {}
-    residual = 0
-    dying = False
-    for row in rows:
-        family = families.get(row.lease_id, ())
-        used = sum(reading.by_pid.get(pid, 0) for pid in family)
-        if reading.device_id in row.shares:
-            observed[row.lease_id] = used
-            dying = dying or (bool(family) and living.keys().isdisjoint(family))
-        else:
-            residual += used
+    left = dict(reading.by_pid)
+    having = [row for row in rows if reading.device_id in row.shares]
+    # A process with several leases uses them up oldest first; what it uses beyond all of them counts for the newest.
+    observed = {row.lease_id: _take(left, families, row, row.shares[reading.device_id]) for row in having}
+    for row in reversed(having):
+        observed[row.lease_id] += _take(left, families, row)
+    residual = sum(_take(left, families, row) for row in rows if row not in having)
+    dying = any(living.keys().isdisjoint(family) for row in having if (family := families.get(row.lease_id, ())))
     loose = max(0, used_bytes - sum(size for pid, size in reading.by_pid.items() if pid in living))
     owed = {debt: min(debt.bytes, max(0, loose - debt.floor_bytes)) for debt in prior.debts if _is_due(debt, reading)}
     paid, owing = _settled(owed)
@@ -108,6 +105,19 @@ def _by_process(
         per_process=True,
         paid=paid,
     )
+
+
+def _take(
+    left: dict[int, int], families: Mapping[str, Collection[int]], row: LedgerRow, most: int | None = None
+) -> int:
+    """Take what is `left` of the row's processes, up to `most`; how much that was."""
+    taken = 0
+    for pid in families.get(row.lease_id, ()):
+        part = left.get(pid, 0) if most is None else min(left.get(pid, 0), most - taken)
+        if part:
+            left[pid] -= part
+            taken += part
+    return taken
 
 
 def _by_change(

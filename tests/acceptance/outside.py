@@ -189,7 +189,7 @@ class Watch(threading.Thread):
     def _leases(self) -> dict[str, int | None] | None:
         """Lease id -> for one that waits the pid of its asker, else None. None: the store does not answer."""
         keys = PoolKeys()
-        _, _, queue, held, _, _ = keys.keys()
+        _, _, queue, held, *_ = keys.keys()
         try:
             ids = [*self._store.smembers(held), *(str(member)[16:] for member in self._store.zrange(queue, 0, -1))]
             found = [self._store.hmget(keys.lease_prefix + lease, "state", "owner") for lease in ids]

@@ -49,6 +49,15 @@ def test_use_where_the_lease_has_no_share_is_residual() -> None:
     assert (found.observed, found.foreign_bytes, found.residual_bytes) == ({}, 70, 30)
 
 
+def test_what_one_process_uses_under_several_leases_counts_once() -> None:
+    rows = [row("a", gpu=25), row("b", gpu=25), row("c", cpu=5)]
+    families = {"a": {10}, "b": {10}, "c": {10}}
+    found = explain(Reading(GPU, 100, {10: 30}, at_s=0.0), rows, families)
+    assert (found.observed, found.residual_bytes, found.foreign_bytes) == ({"a": 25, "b": 5}, 0, 70)
+    found = explain(Reading(GPU, 100, {10: 80}, at_s=0.0), rows, families)
+    assert (found.observed, found.residual_bytes, found.foreign_bytes) == ({"a": 25, "b": 55}, 0, 20)
+
+
 def test_a_holder_that_uses_nothing_yet_is_observed_to_use_nothing() -> None:
     found = explain(Reading(GPU, 40, {99: 40}, at_s=0.0), [row("a", gpu=25)], {"a": {10}})
     assert (found.observed, found.foreign_bytes) == ({"a": 0}, 40)
