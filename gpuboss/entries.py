@@ -37,8 +37,9 @@ _MOST_SPARE = 8
 class _Book:
     """One thread's connection to one book."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, gate: threading.RLock) -> None:
         self.ledger = NodeLedger(path)
+        self._gate = gate
         self._thread = threading.get_ident()
         self._file = os.stat(path)  # noqa: PTH116 (on the way of every lease)
 
@@ -51,8 +52,10 @@ class _Book:
 
     def __del__(self) -> None:
         # The thread it belongs to ends. From another thread nobody may close it; it is closed all the same.
+        # Through the gate: SQLite has locks of its own, and a child forked while this takes one would wait for it for ever.
         if hasattr(self, "_file") and self._thread == threading.get_ident():
-            self.ledger.close()
+            with self._gate:
+                self.ledger.close()
 
 
 class _Lock(HolderLock):
@@ -236,7 +239,7 @@ class Entries:
         open_books: dict[str, _Book] = _books.of_thread.__dict__
         book = open_books.get(self._path)
         if book is None or not book.is_current():
-            book = open_books[self._path] = _Book(self._path)
+            book = open_books[self._path] = _Book(self._path, _books.gate)
         return book
 
     def _forget(self) -> None:
