@@ -52,7 +52,7 @@ class _Book:
 
     def __del__(self) -> None:
         # The thread it belongs to ends. From another thread nobody may close it; it is closed all the same.
-        # Through the gate: SQLite has locks of its own, and a child forked while this takes one would wait for it for ever.
+        # Through the gate: SQLite has locks of its own, and a child forked while this takes one would wait for ever.
         if hasattr(self, "_file") and self._thread == threading.get_ident():
             with self._gate:
                 self.ledger.close()

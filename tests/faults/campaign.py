@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing.queues import Queue
 
 from tests.faults.history import BrokenHistory, play
-from tests.faults.server import running_server
+from tests.faults.server import die_with_parent, running_server
 from tests.faults.store import ScriptServer
 from tests.faults.storms import weather_storm
 
@@ -93,6 +93,7 @@ def run_many(
 
 
 def _work(sort: str, seeds: Sequence[int], reports: Queue[tuple[int, Counter[str], list[BrokenHistory]]]) -> None:
+    die_with_parent()
     with running_server() as path, ScriptServer(path) as server:
         for first in range(0, len(seeds), _REPORT_EVERY):
             some = seeds[first : first + _REPORT_EVERY]

@@ -20,7 +20,7 @@ from typing import Any
 from gpuboss.server import find_server
 from tests.support import wait_until
 
-__all__ = ["Connection", "ServerError", "running_server"]
+__all__ = ["Connection", "ServerError", "die_with_parent", "running_server"]
 
 
 class ServerError(Exception):
@@ -34,7 +34,7 @@ def running_server(*more: str) -> Iterator[Path]:
         path = Path(directory) / "kv.sock"
         options = ["--port", "0", "--unixsocket", str(path), "--save", "", "--dir", directory]
         options += ["--logfile", f"{directory}/log", *more]
-        process = subprocess.Popen([find_server(), *options], preexec_fn=_die_with_parent)
+        process = subprocess.Popen([find_server(), *options], preexec_fn=die_with_parent)
         try:
             wait_until(path.exists, "the server's socket")
             yield path
@@ -95,6 +95,7 @@ def encode(words: Sequence[str | bytes | int]) -> bytes:
     return b"".join(parts)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Have this process killed when the one that started it ends; where the system can do that."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
