@@ -91,7 +91,10 @@ class AskerCommands(Views):
                     return
                 if options != lease.options:
                     lease.options, lease.resized_to = options, told["options"]
-                    lease.kept, lease.changed = 0, books.now
+                    lease.kept = 0
+                    for holder in books.noticed_for(lease):
+                        if holder.notice:
+                            holder.notice.is_past = True
                     forget_marks(lease)
             lease.priority = told.get("priority", lease.priority)
             self._touch(lease)

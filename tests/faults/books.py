@@ -28,7 +28,7 @@ class Violation(AssertionError):
 class Notice:
     """Somebody was told to yield."""
 
-    __slots__ = ("acked", "at", "by", "grace", "outranks", "priority")
+    __slots__ = ("acked", "at", "by", "grace", "is_past", "is_repeated", "outranks", "priority")
 
     def __init__(self, by: str, priority: int, at: int, grace: int, *, outranks: bool) -> None:
         self.by = by
@@ -41,11 +41,15 @@ class Notice:
         self.outranks = outranks
         """Else it is a slot, which need not yield before it is idle."""
         self.acked = False
+        self.is_past = False
+        """Who it was for has asked for something else since."""
+        self.is_repeated = False
+        """Its holder had notice already, but only to yield when idle."""
 
     def copy(self) -> Notice:
         """One that changes by itself."""
         twin = Notice(self.by, self.priority, self.at, self.grace, outranks=self.outranks)
-        twin.acked = self.acked
+        twin.acked, twin.is_past, twin.is_repeated = self.acked, self.is_past, self.is_repeated
         return twin
 
 
@@ -53,21 +57,7 @@ class Lease:
     """One lease; made from what was asked for or from a row that a node asserted."""
 
     __slots__ = (
-        *(
-            "adopts",
-            "changed",
-            "deadline",
-            "fence",
-            "fitting",
-            "given",
-            "grace",
-            "id",
-            "kept",
-            "kind",
-            "marks",
-            "node",
-            "notice",
-        ),
+        *("adopts", "deadline", "fence", "fitting", "given", "grace", "id", "kept", "kind", "marks", "node", "notice"),
         *("observed", "options", "order", "owner", "preemptible", "priority", "resized", "resized_to", "revision"),
         *("shares", "state", "ttl", "was"),
     )
@@ -99,8 +89,6 @@ class Lease:
         """The options that it was given while it waited, as they were sent."""
         self.resized: tuple[int, int] = (0, 0)
         """In which epoch a holder was given other shares, and when, on the ledger's clock."""
-        self.changed = 0
-        """When it asked for something else while it waited, on the ledger's clock."""
         self.kept = 0
         """Until when memory that was given up for it is kept for it, on the ledger's clock."""
         self.given: frozenset[str] = frozenset()
@@ -234,19 +222,16 @@ class Books:
     def give_up(self, lease: Lease) -> None:
         """A holder with notice ended: what it had is kept for whom it yielded to, until a driver has had time."""
         waiter = lease.notice and self.leases.get(lease.notice.by)
-        if waiter and waiter.state == "queued" and lease.notice and lease.notice.at > waiter.changed:
+        if waiter and waiter.state == "queued" and lease.notice and not lease.notice.is_past:
             waiter.given = (waiter.given if waiter.kept > self.now else frozenset()) | lease.shares.keys()
             waiter.kept = self.now + KEPT_MS
 
     def emptied_for(self, waiter: Lease) -> set[str]:
-        """Devices on which holders yield for this waiter, or just did."""
-        names = {name for holder in self.noticed_for(waiter) for name in holder.shares}
+        """Devices on which holders yield for what this waiter asks for now, or just did."""
+        told = [holder for holder in self.noticed_for(waiter) if holder.notice and not holder.notice.is_past]
+        names = {name for holder in told for name in holder.shares}
         return names | waiter.given if waiter.kept > self.now else names
 
     def noticed_for(self, waiter: Lease) -> list[Lease]:
-        """Holders that were told to yield to this waiter, for what it asks for now."""
-        return [
-            lease
-            for lease in self.held()
-            if lease.notice and lease.notice.by == waiter.id and lease.notice.at > waiter.changed
-        ]
+        """Holders that must yield to this waiter."""
+        return [lease for lease in self.held() if lease.notice and lease.notice.by == waiter.id]

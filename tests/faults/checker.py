@@ -70,6 +70,7 @@ class Checker(Commands):
                 self.memory.enter(record["lease"])
                 boot, fence = self.boots[record["node"]], (record["fence"][0], record["fence"][1])
                 self._entered[boot] = max(self._entered.get(boot, (0, 0)), fence)
+                self._entered_as[record["lease"]] = fence
             case "start":
                 self._count("started")
                 self.memory.start(record["lease"], record["uses"])

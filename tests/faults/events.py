@@ -48,6 +48,8 @@ class Events:
         """The fence that was given last in this life of the store."""
         self._entered: dict[str, tuple[int, int]] = {}
         """Start of a node -> the highest fence that was ever entered in its book."""
+        self._entered_as: dict[str, tuple[int, int]] = {}
+        """Lease -> the fence with which its node let its holder in."""
         self.boots: dict[str, str] = {}
         """Node -> its present start."""
         self._passed: list[tuple[Lease, Lease]] = []
@@ -150,7 +152,9 @@ class Events:
                 raise Violation(f"time made {state} of {lease.id}, which is {lease.state}")
             if lease.ttl and lease.id in self.memory.alive:
                 self.memory.disown(lease.id)
-        if lease.id in self.memory.alive:
+        # A store that was rolled back may have it waiting: then it holds nothing there, and its row brings it back.
+        is_forgotten = lease.state == "queued" and self._may.get(lease.id) != state
+        if lease.id in self.memory.alive and not is_forgotten:
             raise Violation(f"{lease.id} was {state} while its holder lives")
         if state == "freed":
             self._keep_until_read(lease)
@@ -196,7 +200,9 @@ class Events:
             self._disturbed.setdefault(by, []).append(lease)
             forget_marks(self.books.leases[by])
         grace = self._told.get("grace_ms") if not by else None
+        was_told = lease.notice is not None
         lease.notice = Notice(by, priority, self.books.now, lease.grace if grace is None else grace, outranks=outranks)
+        lease.notice.is_repeated = was_told
         if lease.ttl and lease.deadline is not None:
             lease.deadline = min(lease.deadline, lease.notice.at + lease.notice.grace)
         if outranks:
@@ -228,7 +234,7 @@ class Events:
             for one in (waiter, before):
                 if one:
                     forget_marks(one)
-            notice.by, notice.priority = waiter.id, int(shown["notice_priority"])
+            notice.by, notice.priority, notice.is_past = waiter.id, int(shown["notice_priority"]), False
             notice.outranks = shown["notice_outranks"] == "1"
             self._count("notice for another")
 

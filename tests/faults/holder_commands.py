@@ -84,6 +84,8 @@ class HolderCommands(Views):
         lease = self.books.leases[self._told["id"]]
         if lease.state == "queued":
             self._may[lease.id] = "cancelled"
+            if (self._told["epoch"], self._told["seq"]) != self._entered_as.get(lease.id):
+                self.memory.disown(lease.id)  # a lie that only a store could tell which had not forgotten the fence
         elif self._of_fence() is None:
             return
         elif lease.state in HELD:

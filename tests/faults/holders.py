@@ -227,8 +227,9 @@ class Holders:
             self._end_by_force(want)
 
     def _end_by_force(self, want: Want) -> None:
-        """The notice may have been taken back: who ends somebody else looks first."""
-        if self._look(want.client, [want.id]) and want.notice is not None and want.notice["left_ms"] <= 0:
+        """The notice may have been taken back or forgotten: who ends somebody else looks first."""
+        is_shown = self._look(want.client, [want.id]) and want.heard_ms == self._world.mono_ms
+        if is_shown and want.notice is not None and want.notice["left_ms"] <= 0:
             self._finish(want, "forced")
 
     def _impostor(self) -> None:

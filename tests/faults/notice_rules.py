@@ -55,6 +55,8 @@ def check_disturbed(books: Books, waiter: Lease, told: Iterable[Lease]) -> None:
         without = with_back(room, (other for other in firm if other is not holder))
         if fits(books.wanted(waiter, option), without):
             raise Violation(f"{holder.id} must yield to {waiter.id}, which has enough without it")
+        if holder.notice and holder.notice.is_repeated:
+            continue  # it is disturbed already
         for other in books.held():
             instead = all(other.uses.get(name, 0) >= holder.uses.get(name, 0) for name in option)
             if not other.notice and other.priority > holder.priority and instead and may_have(waiter, other):
@@ -73,7 +75,8 @@ def check_nobody_idle(books: Books, new: Collection[str]) -> None:
         return
     first = waiters[0]
     own = [holder for holder in books.held() if _are_siblings(first, holder)]
-    if own or books.emptied_for(first):  # its broker is asked first; what is given up for it already may be on its way
+    # Its broker is asked first; and a set that is being emptied for it already is kept.
+    if own or books.noticed_for(first) or books.emptied_for(first):
         return
     room = books.free()
     possible = with_back(room, (holder for holder in books.held() if holder.notice or _can_yield(first, holder, new)))

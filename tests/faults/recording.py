@@ -26,7 +26,8 @@ class Recorder:
         self.mono_ms = 0
         """A clock that never jumps."""
         self._noticed: set[str] = set()
-        """Leases that the store's stream said must yield: for whom is looked up after every command."""
+        """Leases that the store's stream ever said must yield: for whom is looked up after every command. After a
+        roll-back some of them must again."""
         see({"t": "begin", "calm": calm, "ttl_ms": TTL_MS, "now": START_MS})
 
     def wait(self, ms: int) -> None:
@@ -48,8 +49,6 @@ class Recorder:
                 about[event["lease"]] = None
             if event["what"] == "notice":
                 noticed.add(event["lease"])
-            elif event["what"] in ("freed", "cancelled", "withdrawn"):
-                noticed.discard(event["lease"])
         shown = store.server.leases(about) if about else {}
         self.see(
             {
