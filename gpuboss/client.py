@@ -13,7 +13,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -206,24 +206,32 @@ class Client(LeaseCalls):
         """The first half of `activate`: the node's books. The keeper tells the store of it at its next beat."""
         asking = self._room.find(lease.id)
         adopts = asking.request.adopts if asking is not None else {}
-        deadline_s = time.monotonic() + _SETTLE_S
-        asked = False
-        while True:
+
+        async def enter() -> None:
             entering = asyncio.ensure_future(self._do(self.entries.enter, lease, process, own=own, adopts=adopts))
             try:
                 await asyncio.shield(entering)
-                return
-            except errors.ActivationRefused as error:
-                # The keeper may know of somebody's end what the books do not say yet.
-                if (asked and error.settling_bytes <= 0) or time.monotonic() > deadline_s:
-                    raise
-                asked = True
             except asyncio.CancelledError:
                 # It may be entered all the same; nobody would take it out again.
                 with contextlib.suppress(errors.GpubossError):
                     await entering
                     await self._do(self.entries.leave, lease.id)
                 raise
+
+        await self._until_settled(enter)
+
+    async def _until_settled(self, claim: Callable[[], Awaitable[None]]) -> None:
+        """Claim memory in the node's books: what ended holders had and a driver has not given back is waited for."""
+        deadline_s = time.monotonic() + _SETTLE_S
+        asked = False
+        while True:
+            try:
+                return await claim()
+            except errors.ActivationRefused as error:
+                # The keeper may know of somebody's end what the books do not say yet.
+                if (asked and error.settling_bytes <= 0) or time.monotonic() > deadline_s:
+                    raise
+                asked = True
             await self._link.sweep()
             await asyncio.sleep(_SETTLE_PAUSE_S)
 
@@ -264,7 +272,7 @@ class Client(LeaseCalls):
             await self._do(self.entries.resize, lease, shares)
         resized = await self._resize_in_store(lease, [shares] if options else None, priority)
         try:
-            await self._do(self.entries.resize, resized, shares)
+            await self._until_settled(lambda: self._do(self.entries.resize, resized, shares))
         except errors.ActivationRefused as error:
             await self._resize_in_store(resized, [lease.shares], lease.priority)
             raise errors.LeaseRefused(f"lease {lease.id} of {lease.holder} cannot grow: {error.message}") from error

@@ -76,7 +76,8 @@ class LeaseCalls:
     async def preempt(self, lease_id: str, *, by: str, grace_s: float | None = None) -> Lease:
         """Ask a held lease to yield, pre-emptible or not, for a person or a broker named in `by`.
 
-        `grace_s`: from now until its holder is ended; None: as it asked for. Raises StaleFence when no such lease is
+        `grace_s`: from now until its holder is ended, but never longer than a grace that has begun; None: as it asked
+        for. Raises StaleFence when no such lease is
         held, StoreUnavailable.
         """
         more = {} if grace_s is None else {"grace_ms": round(grace_s * 1000)}

@@ -251,10 +251,10 @@ class Rules:
         old = record.notice
         if old is None or (outranks and not old.outranks):
             record.notice_s = now_s
-            record.notice_grace_s = record.request.grace_s
+            record.notice_grace_s = record.request.grace_s if grace_s is None else grace_s
             self._say("notice", record)
-        if grace_s is not None:
-            record.notice_grace_s = grace_s
+        elif grace_s is not None:
+            record.notice_grace_s = min(record.notice_grace_s, now_s + grace_s - record.notice_s)
         acknowledged = old is not None and old.acknowledged and (old.outranks or not outranks)
         record.notice = Notice(
             by="" if isinstance(by, str) else by.id,

@@ -65,7 +65,10 @@ class HolderCommands(Views):
             return
         self._may[lease.id] = "notice"
         if lease.notice:
-            grace = self._told.get("grace_ms", lease.notice.grace)
+            grace = lease.notice.grace
+            if "grace_ms" in self._told:
+                from_now = self.books.now - lease.notice.at + self._told["grace_ms"]
+                grace = min(grace, from_now) if lease.notice.outranks else self._told["grace_ms"]
             lease.notice.by, lease.notice.priority, lease.notice.grace = "", 0, grace
             if lease.id in self.noticed_ms:
                 since, _, hurried = self.noticed_ms[lease.id]

@@ -296,6 +296,19 @@ async def _is_active(client: Client, lease: Lease) -> bool:
     return found is not None and found.state is LeaseState.ACTIVE
 
 
+async def test_growth_waits_for_rows_of_leases_that_are_over(ledger: LedgerUnderTest, client: Client) -> None:
+    """The store frees a lease held by word at once; its row goes at the keeper's next beat."""
+    lease = await client.activate(await client.acquire(ask(40 * MIB)))
+    expired = await client.activate(await client.acquire(replace(ask(50 * MIB), ttl_s=60)), by_word=True)
+    assert expired.fence is not None
+    freed = {"id": expired.id, "epoch": expired.fence.epoch, "seq": expired.fence.seq}
+    assert (await client._store.call(Script.RELEASE, freed))["state"] == "freed"
+    grown = await client.resize(lease, [{"sim0": 90 * MIB}])
+    with NodeLedger(ledger.state.ledger_path) as books:
+        assert [row.shares for row in books.rows()] == [{"sim0": 90 * MIB}]
+    await client.release(grown)
+
+
 async def test_growth_that_the_books_refuse_changes_nothing(ledger: LedgerUnderTest, client: Client) -> None:
     lease = await client.activate(await client.acquire(ask(40 * MIB)))
     me = ProcessIdentity.current()
@@ -305,6 +318,7 @@ async def test_growth_that_the_books_refuse_changes_nothing(ledger: LedgerUnderT
         with pytest.raises(errors.LeaseRefused, match="60MiB"):
             await client.resize(lease, [{"sim0": 60 * MIB}])
         books.remove("other", 1, 1)
+    await client.sweep()
     found = await client.find(lease.id)
     assert found is not None
     assert found.shares == {"sim0": 40 * MIB}

@@ -346,8 +346,10 @@ def test_a_person_may_have_anybody_yield(scripts: ScriptStore) -> None:
     assert scripts.told("next") == set(), "its memory is coming already"
     scripts.run(Script.CANCEL, id="next")
     assert scripts.told("") == {"rigid"}, "a person's wish is not taken back"
-    hurried = scripts.run(Script.PREEMPT, id="rigid", by="a person", grace_ms=0)["lease"]["notice"]
-    assert hurried["left_ms"] == -10_000
+    patient = scripts.run(Script.PREEMPT, id="rigid", by="a person", grace_ms=60_000)["lease"]["notice"]
+    assert patient["left_ms"] == 20_000, "who waits for it was told when it comes"
+    hurried = scripts.run(Script.PREEMPT, id="rigid", by="a person", grace_ms=5_000)["lease"]["notice"]
+    assert hurried["left_ms"] == 5_000, "from now"
     scripts.release(lease)
     assert scripts.run(Script.PREEMPT, id="rigid", by="a person")["status"] == "over"
     assert scripts.run(Script.PREEMPT, id="unheard-of", by="a person")["status"] == "stale"
