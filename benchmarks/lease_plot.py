@@ -32,8 +32,12 @@ def draw(
     panels[0].set_ylim(bottom=0)
     for panel, (operation, lines) in zip(panels[1:], growth.items(), strict=True):
         for (devices, seconds), shade in zip(lines.items(), SHADES, strict=True):
-            panel.plot(waiters, [value * 1e3 for value in seconds], marker="o", color=shade, label=f"{devices} devices")
-        panel.set(title=operation, xlabel="waiters", ylabel="ms", xscale="log", yscale="log")
+            panel.plot(waiters, [value * 1e3 for value in seconds], marker="o", color=shade, label=_named(devices))
+        panel.set(title=operation, xlabel="waiters", ylabel="ms", xscale="log", yscale="log", ylim=(0.1, 100))
         panel.legend(frameon=False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _named(devices: str) -> str:
+    return "1 device" if devices == "1" else f"{devices} devices"

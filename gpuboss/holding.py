@@ -22,7 +22,7 @@ from types import TracebackType
 
 from gpuboss import taking
 from gpuboss.held import AsyncHeldLease, HeldLease, OnPreempt, visible_devices
-from gpuboss.leases import GRACE_S, Lease
+from gpuboss.leases import GRACE_S, Lease, job_holder
 from gpuboss.priority import parse_priority
 from gpuboss.session import session_for
 from gpuboss.settings import LedgerSettings
@@ -228,7 +228,7 @@ def _wish(
     if isinstance(devices, str):
         raise ValueError(f"devices={devices!r} is one name: write [{devices!r}]")
     only = None if devices is None else tuple(devices)
-    holder = name or f"job:{job or _program()}"
+    holder = name or job_holder(job or _program())
     return _understood(vram, holder, gpus, exclusive, priority, wait, preemptible, grace, only)
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "Notice",
     "Shares",
     "Snapshot",
+    "job_holder",
     "new_request_id",
 ]
 
@@ -249,3 +250,8 @@ class Snapshot:
 def new_request_id() -> str:
     """A request id nobody else has."""
     return uuid.uuid4().hex
+
+
+def job_holder(name: str) -> str:
+    """What people are shown as the holder of a job of this name: "job:sft-12", also where it is called that already."""
+    return f"job:{name.removeprefix('job:')}"

@@ -164,8 +164,10 @@ class NodeWatch:
         return telling.row_told(row, memo, self._all_named(row.shares), self._all_named(observed)) | {"insist": insist}
 
     def _remember(self, found: dict[str, Any]) -> StoredLease:
-        self._memos[found["id"]] = telling.only_terms(found)
-        fence = Fence(found["epoch"], found["seq"]) if "epoch" in found else None
+        fence = None
+        if "epoch" in found:
+            fence = Fence(found["epoch"], found["seq"])
+            self._memos[found["id"]] = telling.only_terms(found)
         owner = process_from_wire(json.loads(found["owner"]))
         return StoredLease(found["id"], LeaseState(found["state"]), fence, owner)
 

@@ -85,10 +85,11 @@ def _supervise(told: argparse.Namespace, child: Child) -> int:
 def _order(told: argparse.Namespace) -> Order:
     from gpuboss.cli.order import Order
     from gpuboss.cli.output import settings_of
+    from gpuboss.leases import job_holder
     from gpuboss.taking import Wish
 
     wish = Wish(
-        holder=f"job:{told.name or job_name(told.command)}",
+        holder=job_holder(told.name or job_name(told.command)),
         vram_bytes=None if told.exclusive else told.vram,
         gpus=told.gpus,
         only=tuple(told.device) if told.device else None,

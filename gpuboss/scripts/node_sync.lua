@@ -11,7 +11,7 @@
 --            terms (JSON text): {kind, priority, preemptible, grace_ms, lease_ttl_ms, order, owner (JSON text)}, for a store
 --              that forgot the lease. Each may stand in the row itself instead, which then counts
 -- Reply    ok: leases = list of {id, holder, state, epoch, seq, owner, kind, priority, preemptible, grace_ms, lease_ttl_ms,
---              order, shares, notice}, every lease of this node that is not over
+--              order, shares, notice}, every lease of this node that is not over; of a waiter only {id, state, owner}
 --            over = ids of rows that were told with insist although their lease is over for good: nobody but their holder
 --              could renew them (lease_ttl_ms), and it did not. Their rows must go
 --          over: ids = rows whose lease is over. Nothing was changed: the rows may be older than that; read them again, and
@@ -127,7 +127,7 @@ if is_smaller then queue().refuse_the_impossible(books) end
 queue().pump(books)
 
 local leases = {}
-local function add(id)
+local function add_holder(id)
   local found = redis.call('HMGET', lease_key(id), 'node', 'state', 'epoch', 'seq', 'owner', 'kind', 'priority', 'holder',
     'preemptible', 'grace_ms', 'lease_ttl_ms', 'order', 'shares', 'notice_at')
   if found[1] == args.node then
@@ -139,6 +139,10 @@ local function add(id)
     })
   end
 end
-for _, id in ipairs(redis.call('SMEMBERS', HELD)) do add(id) end
-for _, member in ipairs(redis.call('ZRANGE', QUEUE, 0, -1)) do add(waiter_of(member)) end
+local function add_waiter(id)
+  local found = redis.call('HMGET', lease_key(id), 'node', 'owner')
+  if found[1] == args.node then table.insert(leases, {id = id, state = 'queued', owner = found[2]}) end
+end
+for _, id in ipairs(redis.call('SMEMBERS', HELD)) do add_holder(id) end
+for _, member in ipairs(redis.call('ZRANGE', QUEUE, 0, -1)) do add_waiter(waiter_of(member)) end
 return reply('ok', {leases = leases, over = gone})

@@ -33,7 +33,7 @@ def test_sizes_priorities_and_durations_are_read_as_everywhere() -> None:
 
 
 def test_a_holder_has_a_name() -> None:
-    assert wish(GIB, job="a").holder == "job:a"
+    assert wish(GIB, job="a").holder == wish(GIB, job="job:a").holder == "job:a"
     assert wish(GIB, name="service:vision").holder == "service:vision"
     assert wish(GIB).holder.startswith("job:")
     assert wish(GIB, name="service:vision").request([SIM]).kind is HolderKind.SERVICE
