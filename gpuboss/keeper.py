@@ -119,6 +119,8 @@ class Keeper:
         minding.add_done_callback(self._store_is_lost)
         closing.push_async_callback(_end, minding)
         await self._first_sync(store, beats)
+        if self._settings.store_url:
+            closing.push_async_callback(node.leave, store)
         self._reception.open(Opened(beats, self._welcome(minder.url, node)))
         _log.info("ready with %s", ", ".join(device.id for device in node.devices))
         return beats

@@ -150,6 +150,14 @@ class NodeLedger:
         with self._transaction():
             self._note_epoch(epoch)
 
+    def identity(self) -> str:
+        """What no other ledger is called, also none of a copied machine: chosen once, kept as long as the file."""
+        number = int.from_bytes(os.urandom(6), "big")
+        with self._transaction():
+            self._db.execute("INSERT OR IGNORE INTO mark VALUES ('identity', ?)", (number,))
+            found = self._db.execute("SELECT value FROM mark WHERE name = 'identity'").fetchone()
+            return f"{found[0]:012x}"
+
     def highest_epoch(self) -> int:
         """The highest epoch this node saw, in rows or by `note_epoch`; 0 before the first."""
         with self._transaction(write=False):

@@ -6,9 +6,11 @@ the script `node_sync` (in the words of `gpuboss.telling`). The node ledger come
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gpuboss import errors, identity, processes, telling
@@ -46,6 +48,7 @@ class NodeWatch:
         self._measured = {device.id for device in self.devices if device.measured}
         self._probes = [PatientProbe(probe) for probe in probes]
         self._ledger = ledger
+        self._told_ledger = {"id": ledger.identity(), "place": str(Path(ledger.path).parent)}
         self._memos: dict[str, dict[str, Any]] = {}
         """What the store said last of a lease's terms, kept for a store that forgets it."""
         self._silent: set[PatientProbe] = set()
@@ -74,12 +77,18 @@ class NodeWatch:
             self._latest[each.reading.device_id] = each
 
     async def sync(self, store: Store) -> bool:
-        """Tell the store; True when a new epoch began. Raises StoreUnavailable, StoreUnfit."""
+        """Tell the store; True when a new epoch began. Raises StoreUnavailable, StoreUnfit, LedgerConflict."""
         insist: set[str] = set()
         for _ in range(_MOST_REREADS):
             reply = await store.call_once(Script.NODE_SYNC, self._told(insist))
             if reply["status"] == "ok":
                 break
+            if reply["status"] == "conflict":
+                raise errors.LedgerConflict(
+                    f"the ledger in {reply['place']} speaks for node {self.node} in this store, and the one in "
+                    f"{self._told_ledger['place']} is another: use one GPUBOSS_STATE_DIR for both, or a store "
+                    f"(GPUBOSS_URL) of its own for each; one that has ended is forgotten within seconds"
+                )
             # Leases that are over while their rows stood a moment ago: a row that stands still is the truth, unless
             # nothing but its holder's word stood behind it.
             await self.look()
@@ -98,6 +107,14 @@ class NodeWatch:
             self.epoch = reply["epoch"]
             self._ledger.note_epoch(self.epoch)
         return began
+
+    async def leave(self, store: Store) -> None:
+        """Say that this ledger, if it has no rows, speaks for the node no more: another need not wait for that."""
+        if self.standing():
+            return
+        told = self._told(set()) | {"ledger": self._told_ledger | {"leaves": True}}
+        with contextlib.suppress(errors.GpubossError):
+            await store.call_once(Script.NODE_SYNC, told)
 
     def close(self) -> None:
         """Ask the drivers no more."""
@@ -149,6 +166,7 @@ class NodeWatch:
         return {
             "node": self.node,
             "seen_epoch": self.epoch,
+            "ledger": self._told_ledger,
             "devices": {self._named(row.id): self._device_told(row) for row in self._ledger.devices()},
             "rows": [self._row_told(row, row.lease_id in insist) for row in self.rows],
         }

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 from gpuboss import errors
 from gpuboss.identity import Liveness, ProcessIdentity
@@ -70,7 +71,7 @@ class StoreServer:
         """`guarded`: by a guard process with a pipe instead of the kernel's signal."""
         self._guarded = guarded
         self.socket = state.socket_path("store")
-        self.url = f"unix://{self.socket}"
+        self.url = f"unix://{quote(str(self.socket))}"
         self._program = program
         self._directory = state.store_dir
         self._log_file = state.log_dir / "store.log"

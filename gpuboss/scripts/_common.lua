@@ -14,7 +14,8 @@
 --            id, state, since_ms (server's clock); what was asked: holder, kind, priority, node, owner (JSON text),
 --            preemptible, grace_ms, lease_ttl_ms (0: its node's keeper renews it), order
 --            epoch, seq, shares (JSON text {device: bytes}), revision (how often it was resized): once granted
---            position (1-based, while queued), why (JSON text of the shortage, when refused), reason (expired, preempted)
+--            position (1-based) and wants (JSON text of its first option), while queued
+--            why (JSON text of the shortage, when refused), reason (expired, preempted; when over by time)
 --            notice, while its holder shall yield: {by (id of a waiter; '': a person), holder, priority, since_ms, left_ms,
 --              acked, outranks (else a slot need not yield before it is idle)}
 --          Of a lease that the store knows only to be over, a view has nothing but id, state and since_ms.
@@ -167,6 +168,7 @@ local function view_of(id, lease)
   if not lease.holder then return view end
   local rank = lease.state == 'queued' and redis.call('ZRANK', QUEUE, queue_member(id, lease))
   view.position = rank and rank + 1 or nil
+  view.wants = rank and lease.first or nil
   view.holder, view.kind, view.priority = lease.holder, lease.kind, tonumber(lease.priority)
   view.node, view.owner, view.order = lease.node, lease.owner, tonumber(lease.order)
   view.preemptible = lease.preemptible == '1'
@@ -270,7 +272,7 @@ local function expire()
     local lease = load_lease(id)
     redis.call('ZREM', DEADLINES, id)
     if lease and lease.state == 'queued' then
-      finish(id, lease, 'cancelled')
+      finish(id, lease, 'cancelled', 'expired')
     elseif lease and HOLDS[lease.state] and tonumber(lease.lease_ttl_ms or 0) > 0 then
       local over = lease.notice_at and tonumber(lease.notice_at) + grace_of(lease) <= meta.now
       finish(id, lease, 'freed', over and 'preempted' or 'expired')

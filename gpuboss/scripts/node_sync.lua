@@ -2,6 +2,8 @@
 -- leases it knows for the node. The only script that a store without an epoch accepts: it begins one.
 --
 -- ARGV[1]  node; seen_epoch: the highest epoch this node knows of
+--          ledger: {id, place; leaves} of the node ledger that these rows are from; leaves: its keeper is about to end, and
+--            another may speak for the node at once; optional
 --          devices: {device: {total, reserve, foreign, residual, settles; quarantined, foreign_pids, unread_s}}
 --            settles: memory of the dead must be read back. quarantined (part of residual), foreign_pids (list of {pid,
 --            name, bytes}) and unread_s (since the driver answered, if it does not) are only shown; optional
@@ -14,6 +16,8 @@
 --              order, shares, notice}, every lease of this node that is not over; of a waiter only {id, state, owner}
 --            over = ids of rows that were told with insist although their lease is over for good: nobody but their holder
 --              could renew them (lease_ttl_ms), and it did not. Their rows must go
+--          conflict: place, where the ledger is that spoke for this node within ttl_ms and is another. Nothing was changed: its
+--            leases would be taken for dead
 --          over: ids = rows whose lease is over. Nothing was changed: the rows may be older than that; read them again, and
 --            take out those whose lease_ttl_ms is not 0
 -- A row with lease_ttl_ms is taken in where the store forgot it, with all its time before it; it is not renewed by this.
@@ -26,6 +30,13 @@ end
 -- the other. A node that had is found out: it has seen the epoch, and never synced in it here.
 local before_sync = redis.call('HGET', NODES, args.node)
 before_sync = before_sync and cjson.decode(before_sync)
+local ledger, spoke = args.ledger or {}, before_sync and before_sync.ledger
+if spoke and ledger.id ~= spoke.id and meta.now - spoke.at < args.ttl_ms then
+  write_meta()  -- time passes for those who wait that it is forgotten, though nobody else may call
+  return reply('conflict', {place = spoke.place})
+end
+ledger.at = meta.now
+
 local function has_seen_another()
   return meta.epoch == args.seen_epoch and (not before_sync or before_sync.epoch ~= meta.epoch)
 end
@@ -72,7 +83,7 @@ for name, entry in pairs(is_new and NOTHING or before_sync.devices) do
   local now = entries[name]
   is_smaller = is_smaller or not now or now.total - now.reserve < entry.total - entry.reserve
 end
-redis.call('HSET', NODES, args.node, cjson.encode({epoch = meta.epoch, devices = entries}))
+redis.call('HSET', NODES, args.node, cjson.encode({epoch = meta.epoch, devices = entries, ledger = not ledger.leaves and args.ledger or nil}))
 redis.call('HSET', DETAILS, args.node, cjson.encode(details))
 
 -- A row may have been read before the last resize, which the store heard of in between; but none is that old for long. In

@@ -22,7 +22,7 @@ from gpuboss.leases import HolderKind, LeaseRequest, LeaseState, new_request_id
 from gpuboss.node_ledger import LedgerRow, NodeLedger
 from gpuboss.settings import LedgerSettings
 from gpuboss.state_dir import StateDir
-from tests.integration.gpuboss.keeper_harness import MIB, LedgerUnderTest, ask, gone, read_proc, told_by
+from tests.integration.gpuboss.keeper_harness import MIB, LedgerUnderTest, ask, gone, ledger_in, read_proc, told_by
 from tests.support import until
 
 
@@ -122,6 +122,35 @@ async def test_a_shared_store_is_used_and_not_minded(ledger: LedgerUnderTest, va
         lease = await client.acquire(ask())
         assert lease.state is LeaseState.GRANTED
         assert not (ledger.state.root / "store.pid").exists()
+
+
+async def test_a_second_ledger_of_one_host_is_refused_by_a_shared_store(
+    ledger: LedgerUnderTest, tmp_dir: Path, valkey_url: str
+) -> None:
+    shared = replace(ledger.settings, store_url=valkey_url)
+    (tmp_dir / "other").mkdir()
+    async with await Client.connect(shared, name="first") as client:
+        lease = await client.activate(await client.acquire(ask()))
+        with pytest.raises(errors.LedgerConflict, match=f"the ledger in {ledger.state.root} speaks for node"):
+            await Client.connect(replace(shared, state_dir=tmp_dir / "other"), name="second")
+        assert (await client.renew_many([lease])).leases, "it is held as before"
+        await client.release(lease)
+
+
+async def test_a_private_store_may_lie_anywhere(tmp_dir: Path) -> None:
+    """Its address is a URL: what such a text means otherwise stands for itself."""
+    names = ["a%41", "a?db=3", "a#b", "a b"]
+    ledgers = []
+    for name in names:
+        (tmp_dir / name).mkdir()
+        ledgers.append(ledger_in(tmp_dir / name))
+    try:
+        for one in ledgers:
+            async with await Client.connect(one.settings, name="first") as client:
+                assert (await client.acquire(ask())).state is LeaseState.GRANTED
+    finally:
+        for one in ledgers:
+            one.clean_up()
 
 
 async def test_unreadable_files_of_the_store_are_set_aside(ledger: LedgerUnderTest) -> None:

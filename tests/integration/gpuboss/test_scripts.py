@@ -304,6 +304,29 @@ def test_another_node_that_has_not_synced_grants_nothing(scripts: ScriptStore) -
     assert (reply["status"], reply["node"]) == ("unsynced", "other")
 
 
+def test_a_node_has_one_ledger_at_a_time(scripts: ScriptStore) -> None:
+    """Another one's rows are not these: whatever this one leased would be taken for dead."""
+    mine, other = {"id": "a1", "place": "/here"}, {"id": "b2", "place": "/there"}
+    scripts.sync(ONE, ledger=mine)
+    scripts.hold("a", {"sim0": 90 * MIB})
+    refused = scripts.sync(ONE, ledger=other)
+    assert (refused["status"], refused["place"]) == ("conflict", "/here")
+    assert scripts.state("a") == "granted"
+    for _ in range(10):
+        scripts.pass_time(2)
+        assert scripts.sync(ONE, ledger=mine)["status"] == "ok", "it speaks on"
+    assert scripts.sync(ONE, ledger=other)["status"] == "conflict"
+    scripts.restart()
+    assert scripts.sync(ONE, ledger=other)["status"] == "conflict", "the store's new life changes nothing"
+    for _ in range(TTL_MS // 2000 + 1):
+        assert scripts.sync(ONE, ledger=other)["status"] == "conflict"
+        scripts.pass_time(2)
+    assert scripts.sync(ONE, ledger=other)["status"] == "ok", "the first one speaks no more"
+    assert scripts.sync(ONE, ledger=mine)["place"] == "/there"
+    scripts.sync(ONE, ledger=other | {"leaves": True})
+    assert scripts.sync(ONE, ledger=mine)["status"] == "ok", "who leaves says so"
+
+
 def test_every_key_is_bounded_or_expires(scripts: ScriptStore) -> None:
     scripts.sync(ONE)
     lease = scripts.acquire("a", {"sim0": MIB})["lease"]
