@@ -6,13 +6,16 @@ another pid namespace that it lives; children that inherit it keep it alive.
 
 A connection to the book belongs to one thread. All of this process's go through one gate, for two reasons: threads that
 meet inside SQLite wait for each other in steps of milliseconds, and a fork in the middle of a transaction would leave
-SQLite's own locks held in the child for ever.
+SQLite's own locks held in the child for ever. A signal handler that interrupts a thread in there finds the gate open,
+for its own thread holds it, and a transaction half done: it must stay out (`interrupted`), and wait for no other
+thread, which may be waiting for the gate.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -26,12 +29,17 @@ from gpuboss.ledger_rows import LedgerRow
 from gpuboss.node_ledger import NodeLedger
 from gpuboss.state_dir import StateDir
 
-__all__ = ["Entries"]
+__all__ = ["INTERRUPTED", "Entries", "is_inside"]
 
 _T = TypeVar("_T")
 _ORDERLY = (errors.ActivationRefused, errors.StaleFence)
 """The book's own answers: whoever gets one can go on with the same connection."""
 _MOST_SPARE = 8
+INTERRUPTED = (
+    "called from a signal handler (or a finalizer) that interrupted gpuboss itself: set a flag there, "
+    "and call gpuboss outside of it; lease.release() may be called anywhere"
+)
+"""Why something cannot be done now."""
 
 
 class _Book:
@@ -53,9 +61,13 @@ class _Book:
     def __del__(self) -> None:
         # The thread it belongs to ends. From another thread nobody may close it; it is closed all the same.
         # Through the gate: SQLite has locks of its own, and a child forked while this takes one would wait for ever.
-        if hasattr(self, "_file") and self._thread == threading.get_ident():
-            with self._gate:
-                self.ledger.close()
+        if not hasattr(self, "_file") or self._thread != threading.get_ident():
+            return
+        if sys.is_finalizing():  # a daemon thread may have been stopped for ever with the gate in hand
+            self.ledger.close()
+            return
+        with self._gate:
+            self.ledger.close()
 
 
 class _Lock(HolderLock):
@@ -99,6 +111,11 @@ _forks = 0
 _books = _Books()
 _parents: list[_Books] = []
 """What a forked child inherited and must neither use nor close."""
+
+
+def is_inside(lock: threading.RLock) -> bool:
+    """Whether the calling thread holds it already."""
+    return bool(lock._is_owned())  # type: ignore[attr-defined]  # noqa: SLF001 (as `Condition` does)
 
 
 class Entries:
@@ -216,6 +233,11 @@ class Entries:
             (row.lease_id, row.epoch, row.seq) == (lease.id, fence.epoch, fence.seq) for row in rows
         )
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether the calling thread is in the books already, and a signal handler of it asks."""
+        return is_inside(_books.gate)
+
     def close(self) -> None:
         """Close this thread's connection and give up spare files; the next use opens what it needs. Holders stay."""
         while self._spare:
@@ -224,6 +246,8 @@ class Entries:
             self._forget()
 
     def _write(self, act: Callable[[NodeLedger], _T]) -> _T:
+        if self.interrupted:
+            raise RuntimeError(INTERRUPTED)
         with _books.gate:
             book = self._book()
             try:

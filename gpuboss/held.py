@@ -18,7 +18,7 @@ from gpuboss import errors, taking
 from gpuboss.devices import Device, DeviceKind
 from gpuboss.leases import Lease, Notice, Shares
 from gpuboss.session import Session
-from gpuboss.units import parse_bytes
+from gpuboss.units import parse_memory
 
 __all__ = ["AsyncHeldLease", "HeldLease", "OnPreempt", "visible_devices"]
 
@@ -88,7 +88,7 @@ class Held:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process holds it; False in a child that was forked meanwhile."""
+        """Whether this process holds it; False in a child that was forked meanwhile, which hears nothing of it."""
         return self._pid == os.getpid()
 
     def __repr__(self) -> str:
@@ -111,8 +111,7 @@ class Held:
         self._released = True
         client = self._session.client
         client.stop_watching(self.id)
-        with contextlib.suppress(RuntimeError):  # the session has ended, and so does the process
-            self._session.begin(taking.give_back(client, self._lease))
+        self._session.see_to(taking.give_back(client, self._lease))
 
     # Called in the session's loop.
 
@@ -133,11 +132,13 @@ class Held:
 
     def _take_answer(self, answer: object) -> None:
         """A True says that it yields whatever happens."""
-        if answer is True and not self._released:
-            self._session.begin(self._session.client.ack(self._lease))
+        if answer is True and not self._released and self.is_ours:
+            self._session.see_to(self._session.client.ack(self._lease))
 
     def _resized(self, vram: str | int) -> dict[str, int]:
-        return dict.fromkeys(self._lease.shares, parse_bytes(vram))
+        if (size := parse_memory(vram)) == 0:
+            raise ValueError(f"vram={vram!r} is nothing to hold: release the lease instead")
+        return dict.fromkeys(self._lease.shares, size)
 
 
 class HeldLease(Held):
@@ -146,7 +147,8 @@ class HeldLease(Held):
     def resize(self, vram: str | int) -> None:
         """Hold another amount of each device from now on: less at once, more where there is room.
 
-        Raises LeaseRefused with the numbers when there is none; then it keeps what it has. StaleFence when it is lost.
+        Raises LeaseRefused with the numbers when there is none; then it keeps what it has. StaleFence when it is lost,
+        ValueError for nothing, RuntimeError in a forked child, whose it is not.
         """
         self._lease = self._session.run(self._session.client.resize(self._lease, [self._resized(vram)]))
 
@@ -155,7 +157,10 @@ class HeldLease(Held):
         self._lease = self._session.run(self._session.client.renew(self._lease))
 
     def release(self) -> None:
-        """Give it back; harmless when that was done before, and in a forked child, whose it is not."""
+        """Give it back; harmless when that was done before, and in a forked child, whose it is not.
+
+        A signal handler may call it too; where it interrupts gpuboss itself, the lease is given back soon after.
+        """
         if self._released or not self.is_ours:
             return
         try:

@@ -16,22 +16,26 @@ import asyncio
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
+from typing import Generic, NoReturn, TypeVar
 
 from gpuboss import taking
-from gpuboss.held import AsyncHeldLease, HeldLease, OnPreempt, visible_devices
+from gpuboss.held import AsyncHeldLease, Held, HeldLease, OnPreempt, visible_devices
 from gpuboss.leases import GRACE_S, Lease, job_holder
 from gpuboss.priority import parse_priority
 from gpuboss.session import session_for
 from gpuboss.settings import LedgerSettings
 from gpuboss.taking import Wish
-from gpuboss.units import parse_bytes, parse_duration
+from gpuboss.units import parse_duration, parse_memory
 
 __all__ = ["AsyncHold", "Hold", "acquire", "hold", "hold_async", "release", "renew", "visible_devices"]
 
 Duration = str | float | timedelta
+_HeldLease = TypeVar("_HeldLease", HeldLease, AsyncHeldLease)
+_Told = TypeVar("_Told")
+_Found = TypeVar("_Found")
 _LONGEST_NAME = 200
 
 
@@ -129,14 +133,51 @@ def release(lease: HeldLease) -> None:
     lease.release()
 
 
-class Hold:
-    """What `hold` returns: a lease for each time a `with` block is entered, one at a time."""
+class _Block(Generic[_HeldLease]):
+    """What both kinds of hold are: a lease for each time a block is entered, one at a time."""
+
+    _how = ""
 
     def __init__(self, wish: Wish, on_preempt: OnPreempt | None, settings: LedgerSettings | None) -> None:
+        if on_preempt is not None and not callable(on_preempt):
+            raise ValueError(f"on_preempt={on_preempt!r} is not understood: it is a function that takes the notice")
+        if settings is not None and not isinstance(settings, LedgerSettings):
+            raise ValueError(f"settings={settings!r} is not understood: it is a gpuboss.LedgerSettings")
         self._wish = wish
         self._on_preempt = on_preempt
         self._settings = settings
-        self._held: HeldLease | None = None
+        self._held: _HeldLease | None = None
+        self._users: dict[int, object] = {}
+        """Process -> its use of this block, from before it asks for the lease until that is given back."""
+
+    def _begin(self, use: object) -> None:
+        """Of several threads, or a signal handler and what it interrupts, one may go on."""
+        if self._users.setdefault(os.getpid(), use) is not use:
+            raise RuntimeError(f"this hold is in use: call {self._how} again for a second lease")
+
+    def _fail(self, use: object) -> None:
+        if self._users.get(os.getpid()) is use:
+            self._end()
+
+    def _end(self) -> None:
+        self._drop()
+        self._users.pop(os.getpid(), None)
+
+    def _drop(self) -> None:
+        if self._held is not None:
+            self._held.give_back_later()  # which does nothing for what was given back
+            self._held = None
+
+    def __del__(self) -> None:
+        # A Ctrl-C at the very end of a block can come before its exit has begun; a task may never be gone on with.
+        if hasattr(self, "_users"):
+            self._drop()
+
+
+class Hold(_Block[HeldLease]):
+    """What `hold` returns: a lease for each time a `with` block is entered, one at a time."""
+
+    _how = "gpuboss.hold"
 
     def take(self) -> HeldLease:
         """Wait for a lease and hold it, block or no block. Raises what `hold` says."""
@@ -144,7 +185,7 @@ class Hold:
         lease: Lease | None = None
 
         def orphaned(lease: Lease) -> None:
-            HeldLease(session, lease).give_back_later()
+            Held(session, lease).give_back_later()
 
         try:
             request, lease = session.take_at_once(self._wish)
@@ -159,39 +200,42 @@ class Hold:
         return held
 
     def __enter__(self) -> HeldLease:
-        if self._held is not None and self._held.is_ours:
-            raise RuntimeError("this hold is in use: call gpuboss.hold again for a second lease")
-        self._held = self.take()
+        use = object()
+        try:
+            self._begin(use)
+            self._held = self.take()
+        except BaseException:
+            self._fail(use)
+            raise
         return self._held
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._held is not None:
-            self._held.release()
-        self._held = None
+        try:
+            if self._held is not None:
+                self._held.release()
+        finally:
+            self._end()
 
-    def __del__(self) -> None:
-        # A Ctrl-C at the very end of a block can come before `__exit__` has begun.
-        if self._held is not None:
-            self._held.give_back_later()
+    def __aenter__(self) -> NoReturn:
+        raise TypeError("gpuboss.hold is for `with`: in coroutines use `async with gpuboss.hold_async(...)`")
+
+    async def __aexit__(self, *_: object) -> None:
+        """There for `__aenter__` to be called."""
 
 
-class AsyncHold:
+class AsyncHold(_Block[AsyncHeldLease]):
     """What `hold_async` returns: a lease for each time an `async with` block is entered, one at a time."""
 
-    def __init__(self, wish: Wish, on_preempt: OnPreempt | None, settings: LedgerSettings | None) -> None:
-        self._wish = wish
-        self._on_preempt = on_preempt
-        self._settings = settings
-        self._held: AsyncHeldLease | None = None
+    _how = "gpuboss.hold_async"
 
     async def take(self) -> AsyncHeldLease:
         """Wait for a lease and hold it, block or no block. Raises what `hold` says."""
         session = await asyncio.to_thread(session_for, self._settings)
 
         def orphaned(lease: Lease) -> None:
-            AsyncHeldLease(session, lease).give_back_later()
+            Held(session, lease).give_back_later()
 
         lease = await session.follow(taking.take(session.client, self._wish), orphaned=orphaned)
         held = AsyncHeldLease(session, lease, self._on_preempt)
@@ -199,17 +243,29 @@ class AsyncHold:
         return held
 
     async def __aenter__(self) -> AsyncHeldLease:
-        if self._held is not None and self._held.is_ours:
-            raise RuntimeError("this hold is in use: call gpuboss.hold_async again for a second lease")
-        self._held = await self.take()
+        use = object()
+        try:
+            self._begin(use)
+            self._held = await self.take()
+        except BaseException:
+            self._fail(use)
+            raise
         return self._held
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._held is not None:
-            await self._held.release()
-        self._held = None
+        try:
+            if self._held is not None:
+                await self._held.release()
+        finally:
+            self._end()
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError("gpuboss.hold_async is for `async with`: without coroutines use `with gpuboss.hold(...)`")
+
+    def __exit__(self, *_: object) -> None:
+        """There for `__enter__` to be called."""
 
 
 def _wish(
@@ -225,11 +281,18 @@ def _wish(
     name: str | None,
 ) -> Wish:
     """The arguments of `hold`, understood. Raises ValueError."""
+    for argument, value in (("job", job), ("name", name)):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{argument}={value!r} is not understood: it is a text for people")
     if isinstance(devices, str):
         raise ValueError(f"devices={devices!r} is one name: write [{devices!r}]")
-    only = None if devices is None else tuple(devices)
+    only = None if devices is None else _names(devices)
     holder = name or job_holder(job or _program())
-    return _understood(vram, holder, gpus, exclusive, priority, wait, preemptible, grace, only)
+    told = vram, holder, gpus, exclusive, priority, wait, preemptible, grace, only
+    try:
+        return _understood(*told)
+    except TypeError:  # a list or the like, which cannot be remembered
+        return _understood.__wrapped__(*told)
 
 
 @functools.lru_cache(128, typed=True)  # a loop that holds for every step asks for the same each time
@@ -248,7 +311,9 @@ def _understood(
         raise ValueError('say how much memory of each device, such as "20GiB", or exclusive=True: one of both')
     if not holder.isprintable() or len(holder) > _LONGEST_NAME:
         raise ValueError(f"{holder!r} is no name: at most {_LONGEST_NAME} printable characters")
-    size = None if vram is None else parse_bytes(vram)
+    if isinstance(gpus, bool) or not isinstance(gpus, int):
+        raise ValueError(f"gpus={gpus!r} is not understood: it is a whole number of devices")
+    size = None if vram is None else _read("vram", parse_memory, vram)
     if size == 0 or gpus < 1 or only == ():
         raise ValueError(f"{vram!r} of {gpus} devices is nothing to hold")
     return Wish(
@@ -257,14 +322,28 @@ def _understood(
         gpus=gpus,
         only=only,
         priority=parse_priority(priority),
-        preemptible=preemptible,
-        grace_s=_seconds(grace),
-        wait_s=None if wait is None else _seconds(wait),
+        preemptible=bool(preemptible),
+        grace_s=_read("grace", _seconds, grace),
+        wait_s=None if wait is None else _read("wait", _seconds, wait),
     )
 
 
+def _names(devices: Iterable[str]) -> tuple[str, ...]:
+    names = tuple(devices) if isinstance(devices, Iterable) else ()
+    if not (isinstance(devices, Iterable) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f'devices={devices!r} is not understood: write their names, such as ["gpu0"]')
+    return names
+
+
+def _read(argument: str, read: Callable[[_Told], _Found], value: _Told) -> _Found:
+    try:
+        return read(value)
+    except ValueError as error:
+        raise ValueError(f"{argument}: {error}") from None
+
+
 def _seconds(value: Duration) -> float:
-    return value.total_seconds() if isinstance(value, timedelta) else parse_duration(value).total_seconds()
+    return parse_duration(value.total_seconds() if isinstance(value, timedelta) else value).total_seconds()
 
 
 def _program() -> str:

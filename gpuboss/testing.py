@@ -1,11 +1,25 @@
 """For the tests of programs that use the ledger: a clock that goes when it is told to, and a ledger in memory.
 
-    clock = FakeClock()
-    async with MemoryLedger("sim0=24GiB,sim1=24GiB", clock) as ledger:
-        lease = await ledger.acquire(request)
+    from gpuboss.leases import HolderKind, LeaseRequest, LeaseState, new_request_id
+    from gpuboss.testing import FakeClock, MemoryLedger
 
-`MemoryLedger` is used as `gpuboss.client.Client` is, and keeps what it promises, with no store, no keeper, no files and
-no other process. It passes the same tests as the real ones (`tests/contract/test_ledgers.py`).
+    async def test_my_program():
+        def ask(name, **more):
+            return LeaseRequest(new_request_id(), name, HolderKind.JOB, ({"sim0": 20 << 30},), priority=10, **more)
+
+        clock = FakeClock()
+        async with MemoryLedger("sim0=24GiB,sim1=24GiB", clock) as ledger:
+            lease = await ledger.acquire(ask("job:mine", ttl_s=60.0))
+            lease = await ledger.activate(lease, by_word=True)
+            waiter = await ledger.acquire(ask("job:next"))
+            assert (lease.state, waiter.state) == (LeaseState.ACTIVE, LeaseState.QUEUED)
+            clock.advance(60.0)  # nobody renewed it
+            assert (await ledger.wait_granted(waiter)).state is LeaseState.GRANTED
+
+`MemoryLedger` takes the place of `gpuboss.Client`: it is for programs that are given their ledger. It keeps what a
+client promises, with no store, no keeper, no files and no other process, and passes the same tests
+(`tests/contract/test_ledgers.py`). `gpuboss.hold` and its like never use it: a program that calls them is tested with
+`GPUBOSS_DEVICES=sim0=24GiB` and a `GPUBOSS_STATE_DIR` of its own, against a real keeper and store.
 """
 
 from __future__ import annotations

@@ -89,6 +89,31 @@ def test_a_forked_child_does_not_hold_its_parents_lease(ledger: LedgerUnderTest,
     assert holders(settings) == {}
 
 
+def test_a_forked_child_is_told_whose_lease_it_would_change(ledger: LedgerUnderTest, settings: LedgerSettings) -> None:
+    """It would wait for a thread that it does not have, and read replies that are its parent's."""
+    with gpuboss.hold("60MiB", gpus=2, settings=settings) as lease:
+        for _ in range(2):
+            gpuboss.acquire("1MiB", settings=settings).release()
+        assert session.session_for(settings)._direct.owes
+
+        def change() -> None:
+            for call in (lambda: lease.resize("10MiB"), lambda: lease.resize("90MiB"), lambda: gpuboss.renew(lease)):
+                with pytest.raises(RuntimeError, match=f"held by process {os.getppid()}.*forked child"):
+                    call()
+            assert (lease.lost, lease.lost_event.is_set(), lease.preempted) == (False, False, None)
+            assert lease.env == {"GPUBOSS_LEASE": lease.id}
+            repr(lease)
+
+        child = in_child(change)
+        try:
+            assert ended(child) == 0
+        except AssertionError:
+            os.kill(child, signal.SIGKILL)
+            raise
+        lease.resize("80MiB")
+    assert holders(settings) == {}
+
+
 def test_a_forked_child_that_leaves_the_block_leaves_the_lease(
     ledger: LedgerUnderTest, settings: LedgerSettings
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -28,7 +29,8 @@ from gpuboss.leases import HOLDS_MEMORY, HolderKind, Lease, LeaseState, Notice, 
 from gpuboss.node_ledger import LedgerRow, NodeLedger
 from gpuboss.scripts import Script
 from gpuboss.settings import LedgerSettings
-from tests.integration.gpuboss.keeper_harness import MIB, ROOT, LedgerUnderTest
+from tests.integration.gpuboss.keeper_harness import MIB, LedgerUnderTest
+from tests.integration.gpuboss.programs import output, run, said
 from tests.support import until, wait_until
 
 
@@ -85,7 +87,7 @@ def test_the_short_way_needs_no_word_with_the_session(
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("asked the session's thread")
 
-    for way in ("run", "begin", "call_soon"):
+    for way in ("run", "begin", "see_to", "call_soon"):
         monkeypatch.setattr(session.Session, way, never)
     with gpuboss.hold("10MiB", settings=settings), gpuboss.hold("10MiB", gpus=2, settings=settings):
         pass
@@ -200,6 +202,69 @@ def test_one_hold_may_be_used_again_but_not_twice_at_once(settings: LedgerSettin
         assert len(leases(settings)) == 1
     with block as second:
         assert second.id != first.id
+
+
+def test_of_threads_that_enter_one_hold_at_once_one_is_let_in(settings: LedgerSettings) -> None:
+    block = gpuboss.hold("10MiB", settings=settings)
+    start, leave = threading.Barrier(8), threading.Event()
+    entered: list[str] = []
+
+    def enter() -> str:
+        start.wait(20)
+        try:
+            with block as lease:
+                entered.append(lease.id)
+                assert leave.wait(20)
+                return lease.id
+        except RuntimeError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as threads:
+        told = [threads.submit(enter) for _ in range(8)]
+        try:
+            wait_until(lambda: sum(one.done() for one in told) == 7, "all but one to be refused")
+            assert [lease.id for lease in leases(settings)] == entered
+        finally:
+            leave.set()
+        assert sum("in use" in one.result(timeout=20) for one in told) == 7
+    assert leases(settings) == []
+    with block as again:
+        assert [again.id] != entered
+
+
+def test_a_hold_whose_return_failed_is_returned_later_and_may_be_used_again(
+    settings: LedgerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = gpuboss.hold("10MiB", settings=settings)
+
+    def locked(self: session.Session, lease: Lease) -> None:
+        raise errors.LedgerBusy("locked")
+
+    with monkeypatch.context() as patch, pytest.raises(errors.LedgerBusy), block:
+        patch.setattr(session.Session, "give_back", locked)
+    wait_until(lambda: leases(settings) == [], "the lease to be given back")
+    with block:
+        pass
+
+
+def test_what_is_waited_for_when_the_session_is_closed_is_given_up(settings: LedgerSettings) -> None:
+    with gpuboss.hold("60MiB", gpus=2, settings=settings), ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(gpuboss.acquire, "60MiB", job="late", settings=settings)
+        wait_until(lambda: _queue(settings) == ["job:late"], "its place in the queue")
+        errands = session.session_for(settings)._errands
+        wait_until(lambda: any(errand._task for errand in list(errands)), "the session to wait for it")
+        session.close_all()
+        with pytest.raises(RuntimeError, match="was closed"):
+            waiting.result(timeout=20)
+        wait_until(lambda: _queue(settings) == [], "its place to be given up")
+
+
+def test_a_lease_is_not_resized_to_nothing(settings: LedgerSettings) -> None:
+    with gpuboss.hold("10MiB", settings=settings) as lease:
+        for nothing in ("0", 0, "0GiB"):
+            with pytest.raises(ValueError, match="nothing to hold"):
+                lease.resize(nothing)
+        assert set(lease.shares.values()) == {10 * MIB}
 
 
 def test_without_a_block(settings: LedgerSettings) -> None:
@@ -505,6 +570,62 @@ async def test_a_cancelled_wait_leaves_the_queue(ledger: LedgerUnderTest) -> Non
         await asyncio.to_thread(session.close_all)
 
 
+async def test_of_tasks_that_enter_one_hold_at_once_one_is_let_in(ledger: LedgerUnderTest) -> None:
+    settings = ledger.settings
+    block = gpuboss.hold_async("10MiB", settings=settings)
+    leave = asyncio.Event()
+
+    async def enter() -> None:
+        async with block as lease:
+            with pytest.raises(ValueError, match="nothing to hold"):
+                await lease.resize(0)
+            await leave.wait()
+
+    try:
+        tasks = [asyncio.create_task(enter()) for _ in range(4)]
+        await until(lambda: sum(task.done() for task in tasks) == 3, "all but one to be refused")
+        assert len(await asyncio.to_thread(leases, settings)) <= 1
+        leave.set()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert sorted(str(outcome)[:19] for outcome in outcomes) == ["None", *["this hold is in use"] * 3]
+        assert await _is_empty(settings)
+    finally:
+        await asyncio.to_thread(session.close_all)
+
+
+@pytest.mark.parametrize("how", ["dropped", "destroyed"])
+def test_an_async_hold_that_is_never_left_is_given_back(settings: LedgerSettings, how: str) -> None:
+    """It is forgotten, or the event loop of its task is closed while the task is in the block."""
+
+    async def forget() -> None:
+        await gpuboss.hold_async("10MiB", settings=settings).__aenter__()
+
+    async def hold() -> None:
+        async with gpuboss.hold_async("10MiB", settings=settings):
+            held.set()
+            await asyncio.Event().wait()
+
+    async def begin() -> None:
+        await asyncio.wait([asyncio.ensure_future(held.wait())])
+
+    if how == "dropped":
+        asyncio.run(forget())
+    else:
+        loop = asyncio.new_event_loop()
+        held = asyncio.Event()
+        coroutine = hold()
+        task = loop.create_task(coroutine)
+        loop.run_until_complete(begin())
+        loop.close()
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        del task
+        with contextlib.suppress(RuntimeError):  # it cannot be closed without its loop
+            coroutine.close()
+        del coroutine
+    gc.collect()
+    wait_until(lambda: leases(settings) == [], "the lease to be given back")
+
+
 async def _in_queue(settings: LedgerSettings, count: int) -> bool:
     return len(await asyncio.to_thread(_queue, settings)) == count
 
@@ -531,18 +652,6 @@ async def _is_empty(settings: LedgerSettings) -> bool:
 
 # -- death and interruption --------------------------------------------------------------------------------------------
 
-_PROGRAM = """
-import json, sys, time
-from pathlib import Path
-import gpuboss
-from gpuboss.settings import LedgerSettings
-
-order = json.loads(sys.argv[1])
-settings = LedgerSettings.from_wire(order["settings"], Path(order["state_dir"]))
-
-def say(word):
-    print(json.dumps(word), flush=True)
-"""
 _HOLD = """
 with gpuboss.hold(order["size"], gpus=2, job="victim", settings=settings) as lease:
     say(lease.id)
@@ -589,28 +698,6 @@ sys.stdin.read()
 """
 
 
-def run(ledger: LedgerUnderTest, body: str, **more: Any) -> subprocess.Popen[str]:
-    order = {"state_dir": str(ledger.directory), "settings": ledger.settings.to_wire(), **more}
-    process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM + body, json.dumps(order)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    ledger.started.append(process)
-    return process
-
-
-def said(process: subprocess.Popen[str]) -> Any:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise AssertionError(process.communicate()[1])
-    return json.loads(line)
-
-
 def test_a_holder_killed_with_minus_9_is_freed_by_the_keeper(ledger: LedgerUnderTest, settings: LedgerSettings) -> None:
     victim = run(ledger, _HOLD, size="60MiB")
     lease_id = said(victim)
@@ -620,6 +707,40 @@ def test_a_holder_killed_with_minus_9_is_freed_by_the_keeper(ledger: LedgerUnder
     with gpuboss.hold("100MiB", gpus=2, wait=20, settings=settings):
         assert time.monotonic() - began < 10
     assert not rows(ledger)
+
+
+_DAEMONS = """
+import threading, warnings
+warnings.simplefilter("always")
+ready = threading.Barrier(5)
+
+def churn():
+    ready.wait()
+    while True:
+        with gpuboss.hold("1MiB", settings=settings):
+            pass
+
+def wait():
+    ready.wait()
+    with gpuboss.hold("100MiB", gpus=2, settings=settings):
+        pass
+
+lease = gpuboss.acquire("1MiB", gpus=2, settings=settings)
+for _ in range(4):
+    threading.Thread(target=globals()[order["what"]], daemon=True).start()
+ready.wait()
+while len(gpuboss.snapshot(settings).leases) < 2:
+    pass
+"""
+
+
+@pytest.mark.parametrize("what", ["churn", "wait"])
+def test_a_process_ends_without_a_word_while_daemon_threads_hold_or_wait(
+    ledger: LedgerUnderTest, settings: LedgerSettings, what: str
+) -> None:
+    for _ in range(3):
+        assert output(ledger, _DAEMONS, what=what) == ("", "")
+    wait_until(lambda: leases(settings) == [], "the ledger to see its end")
 
 
 def test_ctrl_c_while_waiting_leaves_the_queue(ledger: LedgerUnderTest, settings: LedgerSettings) -> None:

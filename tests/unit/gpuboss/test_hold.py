@@ -59,14 +59,37 @@ def test_a_wish_becomes_a_request() -> None:
         ({"vram": GIB, "devices": "gpu0"}, r"write \['gpu0'\]"),
         ({"vram": GIB, "priority": "middling"}, "one of urgent"),
         ({"vram": GIB, "wait": "soon"}, 'write it like "30s"'),
-        ({"vram": GIB, "wait": -1}, "out of range"),
+        ({"vram": GIB, "wait": -1}, "wait: .* out of range"),
+        ({"vram": GIB, "wait": timedelta(seconds=-5)}, "wait: .* out of range"),
+        ({"vram": GIB, "grace": timedelta(seconds=-5)}, "grace: .* out of range"),
+        ({"vram": GIB, "wait": ["1s"]}, "wait: .* not understood"),
+        ({"vram": [1]}, "vram: .* not understood"),
+        ({"vram": GIB, "gpus": "2"}, "gpus='2' is not"),
+        ({"vram": GIB, "gpus": 1.5}, "gpus=1.5 is not"),
+        ({"vram": GIB, "gpus": [1]}, r"gpus=\[1\] is not"),
+        ({"vram": GIB, "priority": [1]}, r"priority .* is not"),
+        ({"vram": GIB, "name": 5}, "name=5 is not"),
+        ({"vram": GIB, "job": ["a"]}, r"job=\['a'\] is not"),
+        ({"vram": GIB, "devices": 5}, "devices=5 is not"),
+        ({"vram": GIB, "devices": [5]}, r"devices=\[5\] is not"),
+        ({"vram": GIB, "on_preempt": 5}, "on_preempt=5 is not"),
+        ({"vram": GIB, "settings": "here"}, "settings='here' is not"),
         ({"vram": GIB, "job": "a\nb"}, "is no name"),
         ({"vram": GIB, "name": "n" * 201}, "is no name"),
     ],
 )
 def test_what_is_not_understood_is_said_at_once(arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        gpuboss.hold(**arguments)
+    for hold in (gpuboss.hold, gpuboss.hold_async, gpuboss.acquire):
+        with pytest.raises(ValueError, match=told):
+            hold(**arguments)
+
+
+async def test_each_kind_of_block_names_the_other() -> None:
+    with pytest.raises(TypeError, match=r"async with gpuboss\.hold_async"):
+        async with gpuboss.hold("1GiB"):
+            pass
+    with pytest.raises(TypeError, match=r"`with gpuboss\.hold\("), gpuboss.hold_async("1GiB"):
+        pass
 
 
 def test_children_are_shown_the_devices_of_the_lease_alone() -> None:

@@ -191,6 +191,24 @@ def test_an_interrupted_transaction_does_not_lock_others_out(state: StateDir, mo
         assert books.remove("one", 1, 1)
 
 
+def test_who_interrupts_its_own_thread_in_the_books_is_kept_out(state: StateDir) -> None:
+    hand = Entries(state)
+    hand.enter(lease(size=10), ME, own=False)
+
+    def in_the_middle(ledger: NodeLedger) -> None:
+        assert hand.interrupted
+        with ledger._transaction():
+            for call in (lambda: hand.leave("one"), lambda: hand.enter(lease("two", size=10), ME, own=False)):
+                with pytest.raises(RuntimeError, match="signal handler"):
+                    call()
+        ledger.note_epoch(7)
+
+    hand._write(in_the_middle)
+    assert not hand.interrupted
+    assert rows(state) == {"one": os.getpid()}
+    assert hand.leave("one")
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_waits_for_a_transaction_and_its_child_has_books_of_its_own(state: StateDir) -> None:
     hand = Entries(state)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gpuboss import errors
+from gpuboss import errors, testing
 from gpuboss.client import Client
 from gpuboss.identity import ProcessIdentity
 from gpuboss.leases import HolderKind, LeaseRequest, LeaseState, new_request_id
@@ -23,6 +25,13 @@ def ask(size: int, device: str = "sim0", priority: int = 10, **more: object) -> 
     return LeaseRequest(
         new_request_id(), "job:test", HolderKind.JOB, ({device: size * MIB},), priority, **more  # type: ignore[arg-type]
     )  # fmt: skip
+
+
+async def test_the_example_of_its_page_runs() -> None:
+    example = textwrap.dedent((testing.__doc__ or "").partition("\n\n")[2].partition("\n\n`")[0])
+    names: dict[str, Any] = {}
+    exec(compile(example, "the example", "exec"), names)
+    await names["test_my_program"]()
 
 
 async def test_the_clock_stands_until_it_is_advanced_and_calls_what_is_due_in_order() -> None:
