@@ -13,6 +13,7 @@ Errors of `inference` and `gpuboss` rise untouched to `front.py`, which has them
     |- BodyTimeout            the body did not arrive in time
     |- LeaseUnknown           no such lease, or it ended long ago
     |- LeaseElsewhere         a lease that was not asked for over HTTP
+    |- LeaseDiffers           the lease of this request_id is held, and is not what is asked for now
     |- LeaseOver              the lease has ended
     |- NotLoaded              a look at an engine that does not run; looking never loads
     |- BodyTooLarge           more than the limit
@@ -95,6 +96,10 @@ class LeaseElsewhere(CallerError):
     """A lease that was not asked for over HTTP: it is not given back or renewed there."""
 
 
+class LeaseDiffers(CallerError):
+    """The lease of this request_id is held already, and is less than, or another's than, what is asked for now."""
+
+
 class LeaseOver(CallerError):
     """The lease has ended."""
 
@@ -153,6 +158,7 @@ TABLE: Mapping[type[Exception], Kind] = MappingProxyType(
         BodyTimeout: Kind(408, "request_timeout", _ASKED),
         LeaseUnknown: Kind(404, "lease_not_found", _ASKED),
         LeaseElsewhere: Kind(409, "lease_not_over_http", _ASKED),
+        LeaseDiffers: Kind(409, "lease_differs", _ASKED),
         LeaseOver: Kind(409, "lease_over", _ASKED),
         NotLoaded: Kind(409, "model_not_loaded", _ASKED),
         BodyTooLarge: Kind(413, "request_too_large", _ASKED),

@@ -6,7 +6,8 @@ the ledger's, and outlives this broker.
 
 A lease is held either
 
-1. by a process of this host, named by its pid: the keeper renews it while that lives, and it is freed when it dies; or
+1. by a process of this host: the keeper renews it while that lives, and it is freed when it dies. What the process
+   uses already is its own; or
 2. by word: its caller renews it within `ttl_s`, or it is freed (2 s after that at most). Nobody is killed for it; what
    is used after that counts as foreign.
 """
@@ -15,20 +16,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
 
-from coordinator.errors import LeaseElsewhere, LeaseOver, LeaseUnknown
+from coordinator.errors import LeaseDiffers, LeaseElsewhere, LeaseOver, LeaseUnknown
 from gpuboss import errors
-from gpuboss.devices import Device
+from gpuboss.devices import Device, DeviceKind
 from gpuboss.identity import Liveness, ProcessIdentity
-from gpuboss.leases import OVER, HolderKind, Lease, LeaseRequest, LeaseState, Shares, Snapshot, new_request_id
+from gpuboss.leases import (
+    OVER,
+    HolderKind,
+    Lease,
+    LeaseRequest,
+    LeaseState,
+    Shares,
+    Snapshot,
+    job_holder,
+    new_request_id,
+)
 from gpuboss.node_ledger import NodeLedger
 from gpuboss.sizing import options_for
 from gpuboss.state_dir import StateDir
+from gpuboss.units import format_bytes
+from inference import external_process
 
 __all__ = ["PREFIX", "LeaseDesk", "LeaseLedger", "LeaseWish", "Standing"]
 
@@ -40,7 +53,10 @@ LOOK_S = 1.0
 """Between two looks whether the process that is to hold a lease still lives."""
 SETTLE_S = 30.0
 """How long the node's books may refuse what the store granted before the lease is given up."""
+EXPIRED = "expired"
+"""The ledger's reason for the end of a lease that was not renewed."""
 _AGAIN_S = 0.2
+_OTHER_ID = "give it back first, or ask by another request_id"
 
 _log = structlog.get_logger(__name__)
 
@@ -109,16 +125,21 @@ class LeaseWish:
     wait_s: float = 0.0
     """How long the caller waits for it now."""
 
-    def options(self, devices: Sequence[Device], snapshot: Snapshot) -> tuple[Shares, ...]:
-        """Where it may be granted, best first; raises LeaseRefused."""
-        return options_for(
-            devices,
-            snapshot.devices,
-            vram_bytes=self.vram_bytes,
-            exclusive=self.vram_bytes is None,
-            gpus=self.gpus,
-            only=self.only,
-        )
+    def options(self, devices: Sequence[Device], snapshot: Snapshot, seen: Collection[str] = ()) -> tuple[Shares, ...]:
+        """Where it may be granted, best first; raises LeaseRefused. `seen`: the devices its process uses already."""
+        only = self.only or (tuple(seen) if len(seen) >= self.gpus else None)
+        try:
+            return options_for(
+                devices,
+                snapshot.devices,
+                vram_bytes=self.vram_bytes,
+                exclusive=self.vram_bytes is None,
+                gpus=self.gpus,
+                only=only,
+            )
+        except errors.LeaseRefused as error:
+            remedy = "Ask for less or for others, or change `devices` or `reserve` in model-boss.yaml"
+            raise errors.LeaseRefused(f"{error.message}. {remedy}") from None
 
     @property
     def size(self) -> tuple[object, ...]:
@@ -182,6 +203,7 @@ class LeaseDesk:
         Raises:
             LeaseRefused: no device can ever serve it.
             LeaseOver: it is over already: it ended, expired, or was given back.
+            LeaseDiffers: this request id holds less already, or for another process.
             ActivationRefused: the store granted it, and the node's books say that the memory is not there.
             StoreUnavailable
         """
@@ -192,7 +214,7 @@ class LeaseDesk:
             if held is not None and held.state in OVER:
                 raise _over(held)
             if held is not None and held.state in (LeaseState.ACTIVE, LeaseState.ENDING):
-                return Standing(held, held=True)
+                return await self._held(held, wish)
             errand = self._errands.get(lease_id) or self._begin(lease_id, wish)
         else:
             await self._change(errand, wish)
@@ -279,8 +301,26 @@ class LeaseDesk:
             raise errand.error
         assert errand.lease is not None
         if errand.settled.is_set():
-            return Standing(errand.lease, held=True)
+            return await self._held(errand.lease, wish)
         return Standing(await self._ledger.find(errand.id) or errand.lease, held=False)  # with its place of now
+
+    async def _held(self, lease: Lease, wish: LeaseWish) -> Standing:
+        """What is held, for whoever asks for no more than that: they must not believe in memory they do not have."""
+        least = min(lease.shares.values(), default=0)
+        if len(lease.shares) < wish.gpus or least < (wish.vram_bytes or 0):
+            held = ", ".join(f"{format_bytes(size)} of {device}" for device, size in lease.shares.items())
+            raise LeaseDiffers(f"lease {lease.id} of {lease.holder} holds {held}, and more is asked for: {_OTHER_ID}")
+        if (wish.process is None) != (lease.ttl_s is not None):
+            how = "by word" if lease.ttl_s is not None else "by a process"
+            raise LeaseDiffers(f"lease {lease.id} of {lease.holder} is held {how}: {_OTHER_ID}")
+        holder = await asyncio.to_thread(self._process_in_books, lease) if wish.process is not None else None
+        if holder is not None and holder != wish.process:
+            raise LeaseDiffers(f"lease {lease.id} of {lease.holder} is held by process {holder.pid}: {_OTHER_ID}")
+        return Standing(lease, held=True)
+
+    def _process_in_books(self, lease: Lease) -> ProcessIdentity | None:
+        with NodeLedger(self._ledger.state.ledger_path) as books:
+            return next((row.process for row in books.rows() if row.lease_id == lease.id), None)
 
     def _after_caller(self, errand: _Errand, *, gone: bool) -> None:
         """Somebody who waited has an answer, or is gone for good."""
@@ -333,16 +373,21 @@ class LeaseDesk:
 
     async def _obtain(self, errand: _Errand) -> None:
         wish = errand.wish
-        options = wish.options(self._ledger.devices, await self._ledger.snapshot())
+        snapshot = await self._ledger.snapshot()
+        options = wish.options(self._ledger.devices, snapshot)
+        used = await asyncio.to_thread(self._used, wish.process, options, snapshot) if wish.process else {}
+        if used:
+            options = wish.options(self._ledger.devices, snapshot, used)
         request = LeaseRequest(
             errand.id,
-            f"job:{wish.name}",
+            job_holder(wish.name),
             HolderKind.JOB,
             options,
             wish.priority,
             preemptible=wish.preemptible,
             grace_s=wish.grace_s,
             ttl_s=wish.ttl_s,
+            adopts=used,
         )
         errand.lease = await self._ledger.acquire(request)
         if errand.lease.state is LeaseState.QUEUED:
@@ -350,6 +395,13 @@ class LeaseDesk:
             errand.lease = await self._granted(errand.lease, wish.process)
         errand.tell(await self._activated(errand.lease, wish.process))
         errand.settled.set()
+
+    def _used(self, process: ProcessIdentity, options: Sequence[Shares], snapshot: Snapshot) -> Shares:
+        """What its process uses without a lease: on a full device that is no reason to keep it waiting."""
+        if external_process.lease_of(process, self._ledger.state) is not None:
+            return {}
+        kinds = {device.kind for device in self._ledger.devices if any(device.id in option for option in options)}
+        return external_process.use_of(process, snapshot, host_memory=kinds == {DeviceKind.CPU})
 
     async def _granted(self, lease: Lease, process: ProcessIdentity | None) -> Lease:
         granting = asyncio.ensure_future(self._ledger.wait_granted(lease))
@@ -435,6 +487,8 @@ def _check_ours(lease: Lease) -> None:
 
 def _over(lease: Lease) -> LeaseOver:
     why = f" ({lease.reason})" if lease.reason else ""
+    if lease.reason == EXPIRED and lease.ttl_s is not None:
+        why = f" (expired: it was not renewed for its `ttl_s`, {lease.ttl_s:g} s)"
     return LeaseOver(
         f"lease {lease.id} of {lease.holder} is {lease.state}{why}: ask for a new one by another request_id"
     )

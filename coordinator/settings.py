@@ -24,11 +24,11 @@ from pydantic import (
 from gpuboss.devices import DEFAULT_RESERVE_BYTES, DeviceKind, DeviceSpec, check_specs, parse_devices
 from gpuboss.errors import DeviceError
 from gpuboss.leases import GRACE_S, LONGEST_GRACE_S
-from gpuboss.priority import NORMAL
+from gpuboss.priority import LOW
 from inference.discovery import Sources, hugging_face_cache
 from inference.external_spec import Call, Spec, pattern_of
 from inference.manifest import Manifest
-from inference.validation import Bytes, Flag, Priority, Seconds, Whole
+from inference.validation import Bytes, Flag, Name, Priority, Seconds, Whole
 
 DEFAULT_PORT = 8210
 
@@ -108,16 +108,18 @@ class ExternalSetting(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field(
-        min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]+$", description="Its name in the ledger."
-    )
+    name: Name = Field(description="Its name in the ledger.")
     match: str = Field(
         min_length=1,
         max_length=1000,
         description="A part of its command line, arguments joined by spaces; between two slashes a regular expression.",
     )
     vram: Bytes = Field(gt=0, description="Memory it needs while it works.")
-    priority: Priority = Field(default=NORMAL, description="urgent, high, normal, low, batch, or 0 to 1000.")
+    priority: Priority = Field(
+        default=LOW,
+        description="urgent, high, normal, low, batch, or 0 to 1000. What is more important has its memory when it is "
+        "idle, or when `preempt_grace_s` is over.",
+    )
     device: str | None = Field(
         default=None, description="Device it uses; when left out, where it is seen to, else what suits best."
     )

@@ -11,6 +11,7 @@ from types import MappingProxyType
 CLASSES: Mapping[str, int] = MappingProxyType({"urgent": 1, "high": 5, "normal": 10, "low": 20, "batch": 50})
 """The named classes, most important first."""
 NORMAL = CLASSES["normal"]
+LOW = CLASSES["low"]
 LEAST_IMPORTANT = 1000
 
 _HELP = f"one of {', '.join(f'{name} ({number})' for name, number in CLASSES.items())}, or a whole number 0-1000"

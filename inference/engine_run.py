@@ -157,6 +157,7 @@ class EngineRun:
         assert self.lease is not None
         self._ledger.on_notice(self.lease, self._noticed)
         deadline_s = self._clock() + SETTLE_S
+        swept = False
         while True:
             self._launched = True
             self._shim.launch(order)
@@ -164,8 +165,12 @@ class EngineRun:
                 case Started(pid):
                     self.pid = pid
                     return
-                case Refused(settling_bytes=settling) if settling > 0 and self._clock() < deadline_s:
+                case Refused("ActivationRefused", _, settling) if (
+                    not swept or settling > 0
+                ) and self._clock() < deadline_s:
+                    # The keeper may know of somebody's end what the books do not say yet.
                     await self._ledger.sweep()
+                    swept = True
                     await asyncio.sleep(0.05)
                 case Refused("ActivationRefused", message):
                     raise NoRoom(

@@ -31,7 +31,7 @@ from gpuboss.identity import ProcessIdentity
 from gpuboss.leases import OVER, HolderKind, Lease, LeaseRequest, LeaseState, Shares, new_request_id
 from gpuboss.sizing import choose_devices, options_for
 from inference import external_http, external_process
-from inference.external_spec import Spec
+from inference.external_spec import Spec, pattern_of
 from inference.ledger import ExternalLedger
 
 __all__ = ["External", "ExternalState", "ExternalView"]
@@ -137,7 +137,7 @@ class External:
     # -- one look -----------------------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
-        process = await asyncio.to_thread(external_process.find, self.spec.match, self.process)
+        process = await asyncio.to_thread(external_process.find, pattern_of(self.spec.match), self.process)
         if process != self.process:
             await self._leave()
             self.process = process

@@ -1,12 +1,16 @@
 """Which process an external program is, and what it uses. Looks at the system and at the node's books; changes nothing.
 
-Used by `external.py`, in threads: a scan of all processes takes milliseconds, the books may be busy.
+Used by `external.py`, and for leases over HTTP by `coordinator`, in threads: a scan of all processes takes
+milliseconds, the books may be busy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -17,23 +21,41 @@ from gpuboss.leases import Lease, Snapshot
 from gpuboss.ledger_rows import LedgerRow
 from gpuboss.node_ledger import NodeLedger
 from gpuboss.state_dir import StateDir
-from inference.external_spec import pattern_of
 
-__all__ = ["find", "lease_of", "observed", "use_of"]
+__all__ = ["find", "find_in_container", "lease_of", "observed", "use_of"]
+
+_PROC = Path("/proc")
 
 
-def find(match: str, known: ProcessIdentity | None) -> ProcessIdentity | None:
+def find(
+    pattern: re.Pattern[str], known: ProcessIdentity | None = None, *, but: str | None = None
+) -> ProcessIdentity | None:
     """The program's process: `known` while that lives, else the one that started first of those that match.
 
-    Of a parent and its child that both match, that is the parent. Never this broker.
+    Of a parent and its child that both match, that is the parent. Never this broker, nor one whose command line has
+    `but` in it.
     """
     if known is not None and known.is_alive() is Liveness.ALIVE:
         return known
-    pattern, own = pattern_of(match), {os.getpid()}
+
+    def matches(process: psutil.Process) -> bool:
+        line = " ".join(process.cmdline())
+        return pattern.search(line) is not None and (but is None or but not in line)
+
+    return _first(matches)
+
+
+def find_in_container(container_id: str) -> ProcessIdentity | None:
+    """The first process of a container, which ends with it. Its control group has the container's id in its name."""
+    return _first(lambda process: container_id in (_PROC / str(process.pid) / "cgroup").read_text())
+
+
+def _first(is_meant: Callable[[psutil.Process], bool]) -> ProcessIdentity | None:
+    """Of the processes that are meant, the one that started first."""
     found: list[tuple[float, int]] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.pid not in own and pattern.search(" ".join(process.cmdline())):
+            if process.pid != os.getpid() and is_meant(process):
                 found.append((process.create_time(), process.pid))
     for _, pid in sorted(found):
         with contextlib.suppress(ProcessLookupError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from gpuboss.leases import GRACE_S
-from gpuboss.priority import NORMAL
+from gpuboss.priority import LOW
 
 __all__ = ["Call", "Spec", "pattern_of"]
 
@@ -63,7 +63,7 @@ class Spec:
     """Part of its command line; between two slashes a regular expression."""
     vram_bytes: int
     """What it needs while it works."""
-    priority: int = NORMAL
+    priority: int = LOW
     busy: Call | None = None
     """Says whether it works; without it, it is taken to be idle."""
     free: Call | None = None

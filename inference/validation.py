@@ -13,10 +13,10 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, Strict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Strict, ValidationError
 
 from gpuboss.priority import parse_priority
-from gpuboss.units import parse_bytes, parse_duration
+from gpuboss.units import parse_duration, parse_memory
 from inference.yaml_files import BadInput, Document, Place, Problem, display
 
 M = TypeVar("M", bound=BaseModel)
@@ -37,7 +37,7 @@ def _seconds(value: object) -> float:
 
 def _bytes(value: object) -> int:
     if isinstance(value, str | int):
-        return parse_bytes(value)
+        return parse_memory(value)
     raise ValueError('expected a size like "20GiB" or "512MiB"')
 
 
@@ -47,6 +47,14 @@ def _priority(value: object) -> int:
     raise ValueError("expected a class such as low, or a whole number 0-1000")
 
 
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError("expected characters that can be printed: it is shown in terminals")
+    return value
+
+
+Name = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_printable)]
+"""What people are shown."""
 Seconds = Annotated[
     float,
     BeforeValidator(_seconds, json_schema_input_type=float | str),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request
@@ -10,15 +12,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from coordinator.api import views
 from coordinator.broker import Broker
-from coordinator.errors import BadRequest
+from coordinator.errors import TABLE, BadJson, BadRequest, LeaseDiffers, LeaseElsewhere, LeaseOver, LeaseUnknown
 from coordinator.hangup import HangUp
 from coordinator.lease_desk import DEFAULT_TTL_S, LeaseWish
 from coordinator.security import is_local
+from gpuboss.errors import ActivationRefused, LeaseRefused, StoreUnavailable
 from gpuboss.identity import ProcessIdentity
 from gpuboss.leases import GRACE_S, LONGEST_GRACE_S, LONGEST_TTL_S, Snapshot
 from gpuboss.priority import NORMAL
-from inference.validation import Bytes, Flag, Priority, Seconds, Whole
+from inference import external_process
+from inference.validation import Bytes, Flag, Name, Priority, Seconds, Whole
 
+PATH = "/api/v1/leases"
 LONGEST_WAIT_S = 300.0
 """Of one request; a caller who wants to wait longer comes back with its request_id."""
 SHORTEST_TTL_S = 2.0
@@ -45,23 +50,33 @@ class LeaseAsk(BaseModel):
     preemptible: Flag = Field(
         default=False,
         description="Something more important may have it: `notice` in later answers says so, and when `grace_s` is "
-        "over the lease ends. Not with `pid`.",
+        "over the lease ends. Not with a process.",
     )
     grace_s: Seconds = Field(default=GRACE_S, ge=0, le=LONGEST_GRACE_S, description="From that notice to the end.")
-    name: str = Field(
-        default="http", min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]+$", description="Shown to people."
-    )
+    name: Name = Field(default="http", description="Shown to people.")
     pid: Whole | None = Field(
         default=None,
         ge=1,
-        description="The process of this host that will use the memory: the lease is freed when it dies. Without it "
+        description="The process of this host that uses the memory: the lease is freed when it dies. Without a process "
         "the lease is held by word, and must be renewed within `ttl_s`.",
+    )
+    match: str | None = Field(
+        default=None,
+        max_length=1000,
+        pattern=r"[^\s]",
+        description="The same by a part of its command line; of several processes the one that started first.",
+    )
+    container: str | None = Field(
+        default=None,
+        pattern=r"^[0-9a-f]{12,64}$",
+        description="The same by the id of the container it runs in (`docker inspect -f '{{.Id}}' NAME`): the "
+        "container's first process.",
     )
     ttl_s: Seconds | None = Field(
         default=None,
         ge=SHORTEST_TTL_S,
         le=LONGEST_TTL_S,
-        description=f"Without `pid`: freed when it was not renewed for so long. {DEFAULT_TTL_S:.0f} by default.",
+        description=f"Without a process: freed when it was not renewed for so long. {DEFAULT_TTL_S:.0f} by default.",
     )
     wait_s: Seconds = Field(
         default=0.0, ge=0, le=LONGEST_WAIT_S, description="Wait so long for the grant before the answer is 202."
@@ -77,14 +92,22 @@ class LeaseAsk(BaseModel):
     def _check(self) -> LeaseAsk:
         if sum([self.vram is not None, self.vram_mb is not None, self.exclusive]) != 1:
             raise ValueError('say how much: one of vram (such as "20GiB"), vram_mb, and exclusive')
-        if self.pid is not None and self.ttl_s is not None:
-            raise ValueError("a lease with a pid ends with its process; leave ttl_s out")
-        if self.pid is not None and self.preemptible:
+        by = self.process_named_by
+        if len(by) > 1:
+            raise ValueError(f"say which process by one of {', '.join(by)}")
+        if by and self.ttl_s is not None:
+            raise ValueError(f"a lease with a {by[0]} ends with its process; leave ttl_s out")
+        if by and self.preemptible:
             raise ValueError(
-                "a lease with a pid cannot be preemptible: nobody would end its process when the grace is over. Leave "
-                "the pid out and renew the lease, or run the program by `gpuboss run --preemptible`"
+                f"a lease with a {by[0]} cannot be preemptible: nobody would end its process when the grace is over. "
+                f"Leave the {by[0]} out and renew the lease, or run the program by `gpuboss run --preemptible`"
             )
         return self
+
+    @property
+    def process_named_by(self) -> list[str]:
+        """The field that names the process; none where the lease is held by word."""
+        return [name for name in ("pid", "match", "container") if getattr(self, name) is not None]
 
     def wish(self, process: ProcessIdentity | None) -> LeaseWish:
         """The same for the desk."""
@@ -112,6 +135,10 @@ _EXAMPLES: Any = {
     "a process": {
         "summary": "Two whole GPUs for a process of this host",
         "value": {"exclusive": True, "gpus": 2, "name": "render", "priority": "batch", "pid": 4711},
+    },
+    "a running program": {
+        "summary": "A program that runs already, named by its command line",
+        "value": {"vram": "12GiB", "name": "comfyui", "match": "ComfyUI/main.py", "wait_s": 30},
     },
     "preemptible": {
         "summary": "In MiB, and something more important may have it",
@@ -146,25 +173,37 @@ def _shown(description: str, example: dict[str, Any]) -> dict[str, Any]:
     return {"description": description, "content": {"application/json": {"example": example}}}
 
 
+def _errors(*classes: type[Exception]) -> dict[int | str, dict[str, Any]]:
+    """What may go wrong, by status, as the one table of errors has it: each code with the sentence of its class."""
+    told: dict[int, list[str]] = {}
+    for cls in (*classes, StoreUnavailable):
+        sentence = (cls.__doc__ or "").partition("\n")[0]
+        told.setdefault(TABLE[cls].status, []).append(f"`{TABLE[cls].code}`: {sentence}")
+    shown: dict[int | str, dict[str, Any]] = {
+        status: {"description": " ".join(lines)} for status, lines in sorted(told.items())
+    }
+    return shown | {"default": {"description": '`{"error": {"message", "type", "code", "param"}}`'}}
+
+
 def routes(broker: Broker) -> APIRouter:
     """The lease endpoints."""
-    router = APIRouter(prefix="/api/v1/leases", tags=["leases"])
+    router = APIRouter(prefix=PATH, tags=["leases"])
 
     @router.post(
         "",
         responses={
             200: _shown("Held: the memory may be used", _HELD),
             202: _shown("Queued; ask again with the same request_id to go on waiting", _QUEUED | _WAITS),
-            409: {"description": "`lease_over`: the lease of this request_id has ended"},
+            **_errors(BadRequest, BadJson, LeaseRefused, LeaseDiffers, LeaseOver, ActivationRefused),
         },
     )
     async def acquire(ask: Annotated[LeaseAsk, Body(openapi_examples=_EXAMPLES)], request: Request) -> JSONResponse:
         """Ask for device memory. 200: it is yours. 202: it is queued.
 
-        It is yours until you DELETE it, its process (`pid`) dies, or it was not renewed for `ttl_s`. Set `env` in the
-        environment of the program before it touches a device.
+        It is yours until you DELETE it, its process (`pid`, `match`, `container`) dies, or it was not renewed for
+        `ttl_s`. Set `env` in the environment of the program before it touches a device.
         """
-        wish = ask.wish(_process(ask, request))
+        wish = ask.wish(await _process(ask, request))
         with HangUp(request.receive):
             standing = await broker.desk.ask(wish)
         body = views.lease(standing.lease, broker.desk.devices)
@@ -173,23 +212,29 @@ def routes(broker: Broker) -> APIRouter:
         body |= _what_it_waits_for(wish, await broker.desk.snapshot())
         return JSONResponse(body, status_code=202, headers={"retry-after": str(RETRY_AFTER_S)})
 
-    @router.get("", responses={200: {"description": "All leases of this host, holders first, then waiters in order"}})
+    listing = {"description": "All leases of this host, holders first, then waiters in order"}
+
+    @router.get("", responses={200: listing, **_errors()})
     async def listed() -> dict[str, Any]:
         """Every lease of this host: models, jobs, services and waiters."""
         snapshot = await broker.desk.snapshot()
         return {"leases": [views.lease(lease, broker.desk.devices) for lease in snapshot.leases]}
 
-    @router.get("/{lease_id}", responses={200: _shown("The lease", _HELD)})
+    @router.get("/{lease_id}", responses={200: _shown("The lease", _HELD), **_errors(LeaseUnknown)})
     async def one(lease_id: str) -> dict[str, Any]:
         """One lease as it stands; one that ended can be seen for ten minutes."""
         return views.lease(await broker.desk.find(lease_id), broker.desk.devices)
 
-    @router.post("/{lease_id}/renew", responses={200: _shown("The lease, with all its time before it", _HELD)})
+    renewed = _shown("The lease, with all its time before it", _HELD)
+
+    @router.post("/{lease_id}/renew", responses={200: renewed, **_errors(LeaseUnknown, LeaseElsewhere, LeaseOver)})
     async def renew(lease_id: str) -> dict[str, Any]:
         """Say that you still use it. `notice` in the answer says when something more important wants it."""
         return views.lease(await broker.desk.renew(lease_id), broker.desk.devices)
 
-    @router.delete("/{lease_id}", responses={200: _shown("The lease, ended", _HELD | {"state": "freed"})})
+    ended = _shown("The lease, ended", _HELD | {"state": "freed"})
+
+    @router.delete("/{lease_id}", responses={200: ended, **_errors(LeaseUnknown, LeaseElsewhere)})
     async def give_back(lease_id: str) -> dict[str, Any]:
         """Give it back, or leave the queue. Stop using the memory first: from now on it may be somebody else's."""
         return views.lease(await broker.desk.give_back(lease_id), broker.desk.devices)
@@ -197,24 +242,38 @@ def routes(broker: Broker) -> APIRouter:
     return router
 
 
-def _process(ask: LeaseAsk, request: Request) -> ProcessIdentity | None:
+async def _process(ask: LeaseAsk, request: Request) -> ProcessIdentity | None:
     """The process that is named, which must be one of this host.
 
     Raises:
         BadRequest
     """
-    if ask.pid is None:
+    if not ask.process_named_by:
         return None
+    [name] = ask.process_named_by
+    value = getattr(ask, name)
     if not is_local(request.scope):
         raise BadRequest(
-            f"pid {ask.pid} would be a process of the broker's host, and this request came from another one: leave pid "
-            "out and renew the lease",
-            param="pid",
+            f"{name} {value} would be a process of the broker's host, and this request came from another one: leave "
+            f"{name} out and renew the lease",
+            param=name,
         )
+    process = await asyncio.to_thread(_seen, ask)
+    if process is None:
+        raise BadRequest(f"{name} {value} is no process that the broker can see on its host", param=name)
+    return process
+
+
+def _seen(ask: LeaseAsk) -> ProcessIdentity | None:
+    if ask.match is not None:
+        # A caller's own command line may hold what it asks for, as that of curl does.
+        return external_process.find(re.compile(re.escape(ask.match)), but=PATH)
+    if ask.container is not None:
+        return external_process.find_in_container(ask.container)
     try:
-        return ProcessIdentity.of(ask.pid)
+        return ProcessIdentity.of(ask.pid or 0)
     except ProcessLookupError:
-        raise BadRequest(f"pid {ask.pid} is no process that the broker can see on its host", param="pid") from None
+        return None
 
 
 def _what_it_waits_for(wish: LeaseWish, snapshot: Snapshot) -> dict[str, Any]:

@@ -16,24 +16,24 @@ ModelArgument = Annotated[str, typer.Argument(help="A model's id or alias.", aut
 
 FOLLOW_S = 0.5
 """Between two looks of `logs --follow`."""
+_OF_DEVICES = ("devices", "external", "leases")
+"""What is shown of /api/v1/devices."""
 _WINDOW = 1000
 """Lines `logs --follow` compares to find what is new."""
 
 
 def ps(url: UrlOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
-    """Show what is in memory: models, their state and claims, who waits, and the devices."""
+    """Show what is in memory: models, their state and claims, who waits, the devices, and who else uses them."""
     link = connect(url, config)
     slots = link.look("/api/v1/slots")["slots"]
     queue = link.look("/api/v1/queue")["queue"]
-    devices: dict[str, Any] = {"devices": [], "external": []}
+    devices: dict[str, Any] = {"devices": [], "external": [], "leases": []}
     try:
         devices = link.get("/api/v1/devices")
     except LinkError as error:  # the store is away; the rest is still worth showing
         typer.secho(f"devices: {error.message}", fg="yellow", err=True)
     if json:
-        print_json(
-            {"slots": slots, "queue": queue, "devices": devices["devices"], "external": devices.get("external", [])}
-        )
+        print_json({"slots": slots, "queue": queue} | {key: devices.get(key, []) for key in _OF_DEVICES})
         return
     rows = _slot_rows(slots, queue)
     if rows:
@@ -44,7 +44,10 @@ def ps(url: UrlOption = None, config: ConfigOption = None, json: JsonOption = Fa
         print_table((">place", "waits for", "priority", "client", ">seconds"), map(_ticket_row, queue))
     if devices["devices"]:
         print_table((">device", ">total", ">claimed", ">others", ">free"), map(_device_row, devices["devices"]))
-    if external := devices.get("external"):
+    external = devices.get("external", [])
+    if others := _lease_rows(devices.get("leases", []), {f"service:{program['name']}" for program in external}):
+        print_table(("leased to", "state", "priority", "devices", ">claimed", "note"), others)
+    if external:
         columns = ("program", "state", "devices", ">claimed", ">used", ">pid", "note")
         print_table(columns, map(_external_row, external))
     if foreign := [row for device in devices["devices"] for row in _foreign_rows(device)]:
@@ -141,6 +144,23 @@ def _device_row(device: dict[str, Any]) -> tuple[str, ...]:
     others = device["foreign_bytes"] + device["residual_bytes"]
     sizes = (device["total_bytes"], device["claimed_bytes"], others, device["free_bytes"])
     return (device["id"], *map(format_bytes, sizes))
+
+
+def _lease_rows(leases: list[dict[str, Any]], shown: set[str]) -> list[tuple[str, ...]]:
+    """Jobs and services that hold memory or wait for it; models, and holders that are `shown` anyway, are not among
+    them."""
+    return [
+        (
+            lease["holder"],
+            f"{lease['state']}, place {lease['position']}" if lease["position"] else lease["state"],
+            lease["priority"],
+            " ".join(lease["devices"]) or "-",
+            format_bytes(sum(lease["devices"].values())) if lease["devices"] else "-",
+            f"asked to yield to {lease['notice']['for']}" if lease["notice"] else "",
+        )
+        for lease in leases
+        if lease["kind"] != "slot" and lease["holder"] not in shown
+    ]
 
 
 def _external_row(program: dict[str, Any]) -> tuple[str, ...]:

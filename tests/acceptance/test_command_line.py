@@ -61,7 +61,7 @@ def test_load_ps_logs_unload(subject: Broker) -> None:
 def test_models_and_json(subject: Broker) -> None:
     assert [line.split("\t")[0] for line in command(subject, "models").splitlines()] == ["model", "robin", "wren"]
     assert [model["id"] for model in json.loads(command(subject, "models", "--json"))] == ["robin", "wren"]
-    assert set(json.loads(command(subject, "ps", "--json"))) == {"slots", "queue", "devices", "external"}
+    assert set(json.loads(command(subject, "ps", "--json"))) == {"slots", "queue", "devices", "external", "leases"}
 
 
 def test_a_model_that_is_not_there_is_told_with_what_is_near(subject: Broker) -> None:

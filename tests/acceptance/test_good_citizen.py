@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -9,15 +10,18 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.acceptance.broker import Broker, broker
 from tests.acceptance.job import Job
+from tests.integration.inference.neighbour import a_neighbour
 from tests.support import wait_until
 
 ROOM_MIB = 100
@@ -26,9 +30,12 @@ Start = Callable[..., Job]
 
 
 @pytest.fixture
-def subject(tmp_dir: Path, llama_server: Path, demo_models: Path) -> Iterator[Broker]:
-    """Room for two models of 40 MiB, and 20 MiB besides; with so much context that an answer takes a minute."""
-    settings = {"preempt_grace_s": GRACE_S, "log_level": "debug"}
+def subject(request: pytest.FixtureRequest, tmp_dir: Path, llama_server: Path, demo_models: Path) -> Iterator[Broker]:
+    """Room for two models of 40 MiB, and 20 MiB besides; with so much context that an answer takes a minute.
+
+    The grace can be given as a parameter.
+    """
+    settings = {"preempt_grace_s": getattr(request, "param", GRACE_S), "log_level": "debug"}
     with broker(tmp_dir, llama_server, demo=demo_models, context=100_000, room_mib=ROOM_MIB, settings=settings) as made:
         yield made
 
@@ -99,6 +106,18 @@ class Stream(AbstractContextManager["Stream"]):
         self.ended_s = time.monotonic()
 
 
+def holders(subject: Broker) -> dict[str, str]:
+    """Every lease's state by its holder."""
+    return {lease["holder"]: lease["state"] for lease in subject.get("/api/v1/leases")[1]["leases"]}
+
+
+def ps(subject: Broker) -> list[list[str]]:
+    """The cells of what `model-boss ps` prints."""
+    command = [str(Path(sys.executable).parent / "model-boss"), "ps", "--url", subject.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return [line.split("\t") for line in done.stdout.splitlines()]
+
+
 def notice_of(subject: Broker, holder: str) -> object:
     """What the ledger told the holder, as the broker shows it."""
     leases = subject.get("/api/v1/leases")[1]["leases"]
@@ -153,6 +172,58 @@ def test_a_less_important_stream_ends_with_preempted_when_its_grace_is_over(subj
     training.heard("held")
     training.end()
     wait_until(lambda: state_of(subject, "robin") == "ready", "the model to come back")
+
+
+def test_a_request_that_is_cut_off_and_no_stream_is_answered_with_preempted(subject: Broker, job: Start) -> None:
+    body = {"model": "robin", "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 1_000_000}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(subject.post, "/v1/chat/completions", body | {"ignore_eos": True, "x_priority": "batch"})
+        wait_until(lambda: subject.slots().get("robin", {}).get("in_flight"), "the request to be worked on")
+        training = job("80MiB", "normal")
+        status, told = answer.result(30)
+    assert (status, told["error"]["code"]) == (503, "preempted")
+    assert "`preempt_grace_s` in model-boss.yaml" in told["error"]["message"]
+    training.heard("held")
+
+
+@pytest.mark.parametrize("subject", [60.0], indirect=True)
+def test_no_model_is_loaded_into_the_memory_that_a_job_waits_for(subject: Broker, job: Start) -> None:
+    with Stream(subject, "robin", "batch") as stream, ThreadPoolExecutor(1) as pool:
+        training = job("80MiB", "normal")
+        wait_until(lambda: state_of(subject, "robin") == "draining", "the model to drain")
+        # 60 MiB are free, and the model needs 40: only the job, which came first, keeps it out.
+        answer = pool.submit(subject.ask, "wren")
+        wait_until(lambda: subject.get("/api/v1/queue")[1]["queue"], "the request to wait")
+        looked_s = time.monotonic() + 1.5  # more than a look at the devices
+        wait_until(lambda: time.monotonic() > looked_s or state_of(subject, "wren") == "ready", "a look to pass")
+        assert training.waits
+        stream.hang_up()
+        training.heard("held")
+        wait_until(lambda: state_of(subject, "wren") == "queued", "the model to wait in the ledger's queue")
+        assert "ready" not in [move["state"] for move in subject.get("/api/v1/slots/wren")[1]["story"]]
+        training.end()
+        assert "Wren" in answer.result(30)
+
+
+def test_warm_and_preloaded_models_come_back_by_themselves_when_a_job_is_killed(
+    subject: Broker, job: Start, demo_models: Path
+) -> None:
+    path = str(demo_models / "wren.gguf")
+    subject.write_manifest("wren", id="wren", path=path, vram="40MiB", context=512, preload=True, stay_warm_s=0)
+    wait_until(lambda: state_of(subject, "wren") == "ready", "the model to be preloaded")
+    subject.ask("robin")
+    training = job("80MiB")
+    training.heard("held")
+    assert {state_of(subject, model) for model in ("robin", "wren")} == {"idle"}
+    [row] = [row for row in ps(subject) if row[0] == "job:sft"]
+    assert row[2:] == ["normal", "sim0", "80MiB", ""], "who has the memory is shown"
+    training.kill()
+    wait_until(lambda: "job:sft" not in holders(subject), "the job's lease to be freed")
+    freed_s = time.monotonic()
+    for model in ("robin", "wren"):
+        wait_until(lambda model=model: state_of(subject, model) in ("loading", "ready"), f"{model} to come back")
+    assert time.monotonic() - freed_s <= 5.0
+    assert subject.get("/api/v1/queue")[1]["queue"] == []
 
 
 def test_a_request_meanwhile_waits_in_the_ledgers_queue_and_is_served_when_the_job_ends(
@@ -224,3 +295,40 @@ def test_a_person_can_have_a_pinned_model_yield_and_it_stays_out_until_it_is_ask
     assert state_of(subject, "robin") == "idle"
     subject.ask("robin")
     assert state_of(subject, "robin") == "ready"
+
+
+def test_a_program_beside_the_broker_is_shown_and_frees_its_memory_for_a_model(
+    tmp_dir: Path, llama_server: Path, demo_models: Path
+) -> None:
+    with a_neighbour(tmp_dir, f"neighbour-{uuid.uuid4().hex}") as neighbour:
+        comfyui = {"name": "comfyui", "match": neighbour.name, "vram": "200MiB", "priority": "low"}
+        comfyui |= {"busy_url": f"{neighbour.url}/queue"}
+        comfyui |= {"free": f'POST {neighbour.url}/free {{"unload_models": true}}'}
+        # Host memory, for that is measured by process anywhere.
+        device = {"id": "cpu", "kind": "cpu", "vram": "600MiB"}
+        settings = {"devices": [device], "external": [comfyui], "preempt_grace_s": 30}
+        neighbour.post("/work", mb=120)
+        with (
+            broker(tmp_dir, llama_server, demo=demo_models, settings=settings) as subject,
+            contextlib.closing(neighbour),  # while it runs, its lease keeps the ledger's processes
+        ):
+            subject.write_manifest("big", id="big", path=str(demo_models / "robin.gguf"), vram="450MiB", context=512)
+            wait_until(lambda: "big" in str(subject.get("/v1/models")[1]), "the new manifest to be read")
+
+            def program() -> dict[str, Any]:
+                [shown] = subject.get("/api/v1/devices")[1]["external"]
+                return dict(shown)
+
+            wait_until(lambda: (program()["used_bytes"] or 0) > 120 << 20, "the program to be leased and measured")
+            assert (program()["state"], program()["busy"]) == ("held", True)
+            assert (program()["pid"], program()["devices"]) == (neighbour.process.pid, {"cpu": 200 << 20})
+            [row] = [row for row in ps(subject) if row[0] == "comfyui"]
+            assert row[1:4] == ["held, busy", "cpu", "200MiB"]
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(subject.ask, "big")
+                wait_until(lambda: program()["notice"] == "slot:big", "the program to be asked to yield")
+                assert neighbour.asked_to_free == 0, "it works, and has its grace"
+                neighbour.post("/done")
+                assert "Robin" in answer.result(30)
+            assert neighbour.asked_to_free == 1
+            assert program()["devices"]["cpu"] < 120 << 20

@@ -6,8 +6,11 @@ import asyncio
 import io
 import json
 import os
+import re
 import subprocess
+import sys
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,6 +31,7 @@ from gpuboss.leases import HolderKind, LeaseRequest, LeaseState, new_request_id
 from gpuboss.ledger_rows import LedgerRow
 from gpuboss.node_ledger import NodeLedger
 from gpuboss.settings import Timings
+from inference import external_process
 from tests.integration.coordinator.support import serving
 from tests.support import until
 
@@ -105,6 +109,16 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()
+
+
+@pytest.fixture
+def named(request: pytest.FixtureRequest) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A name that nothing else has, and a process whose command line ends with it, after what the test wants there."""
+    name = f"render-{uuid.uuid4().hex}"
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()", *getattr(request, "param", ()), name], stdin=subprocess.PIPE
+    ) as process:
+        yield name, process
 
 
 def _runs(pid: int) -> bool:
@@ -190,6 +204,44 @@ async def test_a_pid_that_is_no_process_is_refused_by_number(api: Api, sleeper: 
     assert (await api.get())[1]["leases"] == []
 
 
+async def test_a_process_is_found_by_its_command_line(api: Api, named: tuple[str, subprocess.Popen[bytes]]) -> None:
+    name, program = named
+    lease = await api.held(match=name[:20])
+    assert lease["ttl_s"] is None
+    assert [row.pid for row in api.rows()] == [program.pid]
+    program.kill()
+    program.wait()
+    status, answer = await api.post(vram_mb=40, match=name)
+    assert (status, answer["error"]["param"]) == (400, "match")
+    assert f"match {name} is no process" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("named", [["curl", f"http://127.0.0.1:8210{LEASES}", "-d"]], indirect=True)
+async def test_a_caller_whose_command_line_holds_the_request_is_not_taken_for_the_program(
+    api: Api, named: tuple[str, subprocess.Popen[bytes]]
+) -> None:
+    assert (await api.post(vram_mb=40, match=named[0]))[0] == 400
+
+
+async def test_a_command_line_is_no_regular_expression(api: Api) -> None:
+    """One that takes for ever would hold up everybody."""
+    assert (await api.post(vram_mb=40, match="/.*/"))[0] == 400
+
+
+async def test_a_process_is_found_by_its_container(
+    api: Api, sleeper: subprocess.Popen[bytes], tmp_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    container = uuid.uuid4().hex * 2
+    group = tmp_dir / "proc" / str(sleeper.pid) / "cgroup"
+    group.parent.mkdir(parents=True)
+    group.write_text(f"0::/system.slice/docker-{container}.scope\n")
+    monkeypatch.setattr(external_process, "_PROC", tmp_dir / "proc")
+    await api.held(container=container[:12])
+    assert [row.pid for row in api.rows()] == [sleeper.pid]
+    status, answer = await api.post(vram_mb=1, container="0" * 64)
+    assert (status, answer["error"]["param"]) == (400, "container")
+
+
 async def test_a_process_that_dies_while_it_waits_leaves_the_queue(api: Api, sleeper: subprocess.Popen[bytes]) -> None:
     await api.held(exclusive=True, vram_mb=None, gpus=2)
     waiting = asyncio.ensure_future(api.post(vram_mb=1, pid=sleeper.pid, wait_s=60))
@@ -234,6 +286,28 @@ async def test_a_wait_that_ends_before_the_grant_says_where_one_stands_and_can_b
     status, lease = await api.post(vram_mb=40, request_id="mine", wait_s=20)
     assert (status, lease["id"]) == (200, "http-mine")
     assert (await api.post(vram_mb=40, request_id="mine"))[1]["id"] == "http-mine", "the same lease, not a second"
+
+
+async def test_a_request_id_holds_what_it_was_first_asked_for(api: Api) -> None:
+    """Whoever believes in more than that would use memory that is somebody else's."""
+    await api.held(vram_mb=40, request_id="mine", name="job:render\u00e9")
+    assert (await api.post(vram_mb=30, request_id="mine"))[1]["holder"] == "job:render\u00e9", "it is enough"
+    for more in ({"vram_mb": 41}, {"vram_mb": 40, "gpus": 2}, {"vram_mb": 40, "pid": os.getpid()}):
+        status, told = await api.post(**more, request_id="mine")
+        assert (status, told["error"]["code"]) == (409, "lease_differs")
+        assert "another request_id" in told["error"]["message"]
+    asked = [api.post(vram_mb=size, request_id="raced") for size in (20, 25, 30)]
+    answers = await asyncio.gather(*asked)
+    (held,) = {lease["devices"]["sim0"] for status, lease in answers if status == 200}
+    assert [status for status, _ in answers] == [200 if size << 20 <= held else 409 for size in (20, 25, 30)]
+
+
+async def test_a_process_is_not_told_that_anothers_lease_is_its_own(api: Api, sleeper: subprocess.Popen[bytes]) -> None:
+    await api.held(vram_mb=40, request_id="mine", pid=sleeper.pid)
+    status, told = await api.post(vram_mb=40, request_id="mine", pid=os.getpid())
+    assert (status, told["error"]["code"]) == (409, "lease_differs")
+    assert f"held by process {sleeper.pid}" in told["error"]["message"]
+    assert (await api.post(vram_mb=40, request_id="mine", pid=sleeper.pid))[0] == 200
 
 
 async def test_what_is_granted_while_nobody_polls_is_held_and_found(api: Api) -> None:
@@ -331,6 +405,10 @@ async def test_a_preemptible_lease_is_told_to_yield_and_ends_when_the_grace_is_o
         ({"vram_mb": 1, "pid": -1}, "pid"),
         ({"vram_mb": 1, "pid": 1, "ttl_s": 60}, "leave ttl_s out"),
         ({"vram_mb": 1, "pid": 1, "preemptible": True}, "gpuboss run --preemptible"),
+        ({"vram_mb": 1, "match": "x", "ttl_s": 60}, "leave ttl_s out"),
+        ({"vram_mb": 1, "match": "  "}, "match"),
+        ({"vram_mb": 1, "container": "comfyui"}, "container"),
+        ({"vram_mb": 1, "pid": 1, "match": "x"}, "one of pid, match"),
     ],
 )
 async def test_what_is_not_understood_is_refused_by_name(api: Api, body: dict[str, Any], words: str) -> None:
@@ -380,6 +458,26 @@ async def test_what_can_never_be_is_refused_in_numbers(api: Api, body: dict[str,
     status, answer = await api.post(**body)
     assert (status, answer["error"]["code"]) == (400, "will_never_fit")
     assert "sim0" in answer["error"]["message"]
+    assert "`devices` or `reserve` in model-boss.yaml" in answer["error"]["message"]
+
+
+async def test_a_store_that_hangs_is_told_and_what_is_held_stays(api: Api) -> None:
+    lease = await api.held(pid=os.getpid(), request_id="held")
+    [store] = [child for child in psutil.Process(api.ledger._link.welcome.pid).children() if "server" in child.name()]
+    store.suspend()
+    try:
+        for status, answer in await asyncio.gather(
+            api.post(vram_mb=1), api.get(), api.get(f"/{lease['id']}"), api.delete("http-other")
+        ):
+            assert (status, answer["error"]["code"]) == (503, "store_unavailable")
+    finally:
+        store.resume()
+
+    async def answers() -> bool:
+        return (await api.get(f"/{lease['id']}"))[1].get("state") == "active"
+
+    await until(answers, "the lease to be seen again")
+    assert [one["id"] for one in (await api.get())[1]["leases"]] == [lease["id"]], "what was refused does not wait"
 
 
 async def test_unknown_leases_and_those_of_others_are_told_apart(api: Api) -> None:
@@ -433,6 +531,20 @@ async def test_what_is_held_outlives_the_broker_and_is_given_back_to_the_next(tm
         assert api.rows() == []
 
 
+async def test_a_lease_by_word_ends_in_time_while_no_broker_runs(tmp_dir: Path) -> None:
+    async with a_client(tmp_dir) as first, serving(tmp_dir, desk=LeaseDesk(first)) as broker:
+        lease = await Api(broker.url, broker.http, first, LeaseDesk(first)).held(ttl_s=3)
+        held_s = time.monotonic()
+    async with a_client(tmp_dir) as second:
+
+        async def freed() -> bool:
+            found = await second.find(lease["id"])
+            return found is not None and found.state is LeaseState.FREED
+
+        await until(freed, "the lease to expire")
+        assert time.monotonic() - held_s <= 3.0 + 2.0
+
+
 async def test_the_endpoints_are_documented_with_examples_that_work(api: Api) -> None:
     async with api.http.get(f"{api.url}/openapi.json") as answer:
         paths = json.loads(await answer.text())["paths"]
@@ -440,7 +552,35 @@ async def test_the_endpoints_are_documented_with_examples_that_work(api: Api) ->
     assert set(paths[f"{LEASES}/{{lease_id}}"]) == {"get", "delete"}
     assert set(paths[f"{LEASES}/{{lease_id}}/renew"]) == {"post"}
     content = paths[LEASES]["post"]["requestBody"]["content"]["application/json"]
-    assert len(content["examples"]) == 3
+    assert len(content["examples"]) == 4
     for example in content["examples"].values():
         LeaseAsk.model_validate(example["value"])
     assert paths[LEASES]["post"]["responses"]["202"]["content"]["application/json"]["example"]["position"] == 2
+
+
+async def test_what_may_go_wrong_is_documented_by_status_and_code(api: Api) -> None:
+    async with api.http.get(f"{api.url}/openapi.json") as answer:
+        paths = json.loads(await answer.text())["paths"]
+    documented = {
+        f"{method} {path.removeprefix(LEASES)}": {
+            status: set(re.findall(r"`(\w+)`:", shown["description"]))
+            for status, shown in operation["responses"].items()
+            if status.startswith(("4", "5"))
+        }
+        for path, operations in paths.items()
+        if path.startswith(LEASES)
+        for method, operation in operations.items()
+    }
+    store = {"503": {"store_unavailable"}}
+    asked_wrongly = {"invalid_request", "invalid_json", "will_never_fit"}
+    assert documented == {
+        "post ": {
+            "400": asked_wrongly,
+            "409": {"lease_over", "lease_differs"},
+            "503": {"no_room", "store_unavailable"},
+        },
+        "get ": store,
+        "get /{lease_id}": {"404": {"lease_not_found"}} | store,
+        "delete /{lease_id}": {"404": {"lease_not_found"}, "409": {"lease_not_over_http"}} | store,
+        "post /{lease_id}/renew": {"404": {"lease_not_found"}, "409": {"lease_not_over_http", "lease_over"}} | store,
+    }

@@ -6,14 +6,75 @@ makes it hold N MiB and be busy until POST /done; POST /free lets the memory go;
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
+import subprocess
 import sys
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+
+from inference.external_spec import Call, Spec
+from tests.support import wait_until
 
 MIB = 1 << 20
+NEEDS = 200 * MIB
+"""What it says that it needs."""
+
+
+@dataclass
+class Neighbour:
+    """The program, from outside."""
+
+    process: subprocess.Popen[bytes]
+    name: str
+    url: str
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait()
+
+    def post(self, path: str, **body: Any) -> None:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            answer.read()
+
+    @property
+    def asked_to_free(self) -> int:
+        with urllib.request.urlopen(f"{self.url}/queue", timeout=10) as answer:
+            return len(json.loads(answer.read())["asked_to_free"])
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(
+            name="comfyui",
+            match=self.name,
+            vram_bytes=NEEDS,
+            priority=20,
+            busy=Call("GET", f"{self.url}/queue"),
+            free=Call("POST", f"{self.url}/free", '{"unload_models": true}'),
+            grace_s=30.0,
+        )
+
+
+@contextlib.contextmanager
+def a_neighbour(directory: Path, name: str) -> Iterator[Neighbour]:
+    port_file = directory / f"port-{uuid.uuid4().hex}"
+    module = "tests.integration.inference.neighbour"
+    with subprocess.Popen([sys.executable, "-m", module, str(port_file), name]) as process:
+        try:
+            wait_until(port_file.exists, "the program to listen")
+            yield Neighbour(process, name, f"http://127.0.0.1:{port_file.read_text()}")
+        finally:
+            process.kill()
 
 
 class State:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import subprocess
-import sys
-import urllib.request
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,57 +22,13 @@ from gpuboss.node_ledger import NodeLedger
 from gpuboss.settings import Timings
 from inference import external
 from inference.external import ExternalState, ExternalView
-from inference.external_spec import Call, Spec
+from inference.external_spec import Spec
 from inference.externals import Externals
-from tests.support import until, wait_until
+from tests.integration.inference.neighbour import NEEDS, Neighbour, a_neighbour
+from tests.support import until
 
 MIB = 1 << 20
-NEEDS = 200 * MIB
 DEVICE = 600 * MIB
-
-
-@dataclass
-class Neighbour:
-    """The program, from outside."""
-
-    process: subprocess.Popen[bytes]
-    name: str
-    url: str
-
-    def post(self, path: str, **body: Any) -> None:
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            answer.read()
-
-    @property
-    def asked_to_free(self) -> int:
-        with urllib.request.urlopen(f"{self.url}/queue", timeout=10) as answer:
-            return len(json.loads(answer.read())["asked_to_free"])
-
-    @property
-    def spec(self) -> Spec:
-        return Spec(
-            name="comfyui",
-            match=self.name,
-            vram_bytes=NEEDS,
-            priority=20,
-            busy=Call("GET", f"{self.url}/queue"),
-            free=Call("POST", f"{self.url}/free", '{"unload_models": true}'),
-            grace_s=30.0,
-        )
-
-
-@contextlib.contextmanager
-def a_neighbour(directory: Path, name: str) -> Iterator[Neighbour]:
-    port_file = directory / f"port-{uuid.uuid4().hex}"
-    module = "tests.integration.inference.neighbour"
-    with subprocess.Popen([sys.executable, "-m", module, str(port_file), name]) as process:
-        try:
-            wait_until(port_file.exists, "the program to listen")
-            yield Neighbour(process, name, f"http://127.0.0.1:{port_file.read_text()}")
-        finally:
-            process.kill()
 
 
 @pytest.fixture
@@ -237,6 +189,18 @@ async def test_a_program_that_does_not_free_says_why_and_keeps_its_claim(world: 
     assert "was answered with status 500" in str(view.problem)
     assert view.shares == {"cpu": NEEDS}
     await ledger.cancel(job)
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [({"vram_bytes": 2 * DEVICE}, "cpu can give 600MiB"), ({"device": "gpu7"}, "no device 'gpu7'; it has cpu")],
+)
+async def test_what_can_never_be_leased_is_told(
+    world: World, neighbour: Neighbour, wish: dict[str, Any], words: str
+) -> None:
+    externals = await world.watch(replace(neighbour.spec, **wish), await world.client())
+    await until(lambda: words in str(externals.views()[0].problem), "the problem to be told")
+    assert externals.views()[0].state is ExternalState.WAITING
 
 
 async def test_a_program_that_ends_has_no_lease_and_gets_one_when_it_is_started_again(

@@ -114,7 +114,7 @@ def test_ps_shows_the_rest_while_the_store_is_away(broker: FakeBroker) -> None:
 
 def test_ps_as_json_holds_everything(broker: FakeBroker) -> None:
     shown = json.loads(call("ps", "--url", broker.url, "--json").stdout)
-    assert shown == {"slots": [SLOT], "queue": [TICKET], "devices": [DEVICE], "external": []}
+    assert shown == {"slots": [SLOT], "queue": [TICKET], "devices": [DEVICE], "external": [], "leases": []}
 
 
 def test_ps_shows_who_uses_a_device_without_a_lease_by_pid(broker: FakeBroker) -> None:
@@ -124,6 +124,22 @@ def test_ps_shows_who_uses_a_device_without_a_lease_by_pid(broker: FakeBroker) -
     assert header == ["without a lease", "pid", "device", "uses"]
     assert blender == ["blender", "812", "sim0", "1GiB"]
     assert nameless == ["-", "99", "sim0", "-"]
+
+
+def test_ps_shows_who_else_holds_memory_or_waits_for_it(broker: FakeBroker) -> None:
+    held = {"holder": "job:sft", "kind": "job", "state": "active", "priority": "batch", "devices": {"sim0": 3 * GIB}}
+    held |= {"position": None, "notice": {"for": "slot:robin"}}
+    waits = held | {"holder": "job:next", "state": "queued", "devices": {}, "position": 1, "notice": None}
+    model = held | {"holder": "slot:robin", "kind": "slot", "notice": None}
+    service = held | {"holder": "service:comfyui", "kind": "service", "notice": None}
+    leases = [held, waits, model, service]
+    broker.answers["GET /api/v1/devices"] = {"devices": [DEVICE], "leases": leases}
+    *_, header, first, second, third = lines(call("ps", "--url", broker.url))
+    assert header == ["leased to", "state", "priority", "devices", "claimed", "note"]
+    assert first == ["job:sft", "active", "batch", "sim0", "3GiB", "asked to yield to slot:robin"]
+    assert second == ["job:next", "queued, place 1", "batch", "-", "-", ""]
+    assert third[0] == "service:comfyui", "adopted by somebody"
+    assert json.loads(call("ps", "--url", broker.url, "--json").stdout)["leases"] == leases
 
 
 def test_ps_shows_the_programs_beside_us_and_what_they_are_asked(broker: FakeBroker) -> None:
@@ -139,7 +155,9 @@ def test_ps_shows_the_programs_beside_us_and_what_they_are_asked(broker: FakeBro
     }
     absent = comfy | {"name": "vision", "state": "absent", "pid": None, "devices": {}, "used_bytes": None}
     absent |= {"busy": None, "notice": None, "problem": "POST http://127.0.0.1:1/free failed"}
-    broker.answers["GET /api/v1/devices"] = {"devices": [DEVICE], "external": [comfy, absent]}
+    lease = {"holder": "service:comfyui", "kind": "service", "state": "active", "priority": "low", "position": None}
+    lease |= {"devices": {"sim0": 3 * GIB}, "notice": None}
+    broker.answers["GET /api/v1/devices"] = {"devices": [DEVICE], "external": [comfy, absent], "leases": [lease]}
     *_, header, first, second = lines(call("ps", "--url", broker.url))
     assert header == ["program", "state", "devices", "claimed", "used", "pid", "note"]
     assert first == ["comfyui", "held, busy", "sim0", "3GiB", "1GiB", "4712", "asked to yield to job:sft"]

@@ -25,6 +25,7 @@ def test_everything_has_a_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert settings.manifests_dir == tmp_path / "manifests"
     assert settings.queue.max_waiting == 512
     assert settings.queue.max_wait_s == 300
+    assert settings.preempt_grace_s == 30
     assert settings.engines.llama_server is None
     assert settings.api_key is None
 
@@ -64,6 +65,7 @@ def test_which_addresses_only_this_machine_reaches(host: str, loopback: bool) ->
         {"on_restart": "adopt"},
         {"log_level": "loud"},
         {"preempt_grace_s": -1},
+        {"preempt_grace_s": "25h"},
         {"external": [{"name": "a", "match": "a"}]},
         {"external": [{"name": "a", "match": "a", "vram": 0}]},
         {"external": [{"name": "a", "match": " ", "vram": "1GiB"}]},

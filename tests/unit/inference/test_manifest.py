@@ -69,7 +69,7 @@ chat_template: chatml
 
 def test_sizes_in_mib(file: Path) -> None:
     assert read(file, "vram_mb: 100").vram_bytes == 100 * MIB
-    assert read(file, "vram: 1000").vram_bytes == 1000
+    assert read(file, "vram: 2097152").vram_bytes == 2 * MIB
     assert read(file, "id: a").vram_bytes is None
 
 

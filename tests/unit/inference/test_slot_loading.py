@@ -65,12 +65,20 @@ async def test_a_shim_that_dies_before_the_engine_runs_fails_the_load(world: Wor
 
 
 async def test_memory_that_the_nodes_books_do_not_have_is_no_room(world: World) -> None:
-    world.answers.append(Refused("ActivationRefused", "sim0: 2GiB wanted, 1GiB free; held by slot:raven 1GiB", 0))
+    world.answers += [Refused("ActivationRefused", "sim0: 2GiB wanted, 1GiB free; held by slot:raven 1GiB", 0)] * 2
     world.slot.start(OPTIONS, 10)
     failed = await failure(world)
     assert isinstance(failed.error, NoRoom)
     assert "held by slot:raven 1GiB" in failed.error.message
     assert [how for how, _ in world.ledger.given_back] == ["cancel"], "the lease was never used"
+
+
+async def test_rows_of_leases_that_are_over_do_not_refuse_it(world: World) -> None:
+    """The store frees a lease held by word at once; its row goes when the keeper looks."""
+    world.answers += [Refused("ActivationRefused", "sim0: 2GiB wanted, 1GiB free; held by job:late", 0), Started(1)]
+    world.slot.start(OPTIONS, 10)
+    await until(lambda: world.slot.state is SlotState.READY, "the slot to be ready")
+    assert world.ledger.sweeps == 1
 
 
 async def test_memory_that_is_on_its_way_back_is_waited_for(world: World) -> None:
