@@ -124,7 +124,7 @@ class WaitExpired(GpubossError):
         free = ", ".join(f"{name} has {format_bytes(count)} free" for name, count in self.devices) or "nothing is known"
         held = ", ".join(f"{name} {format_bytes(count)}" for name, count in self.holders) or "nobody"
         place = f"; it was number {position} in the queue" if position is not None else ""
-        waited = f"was not granted within {waited_s:.3g} s" if waited_s > 0 else "cannot be granted at once"
+        waited = f"was not granted within {waited_s:g} s" if waited_s > 0 else "cannot be granted at once"
         super().__init__(f"{holder} {waited}: {wanted} wanted, {free}; held by {held}{place}")
 
 

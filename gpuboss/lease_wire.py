@@ -77,6 +77,7 @@ def terms_for(lease: Lease) -> str:
 def lease_from(view: Reply) -> Lease:
     """A script's view of a lease that is not just a memory of one (such have no holder)."""
     shares = json.loads(view["shares"]) if "shares" in view else {}
+    wants = json.loads(view["wants"]) if "wants" in view else {}
     return Lease(
         id=view["id"],
         request_id=view["id"],
@@ -98,6 +99,7 @@ def lease_from(view: Reply) -> Lease:
         node=view.get("node", ""),
         revision=view.get("revision", 0),
         reason=view.get("reason", ""),
+        wants={_local(device): int(size) for device, size in wants.items()},
     )
 
 

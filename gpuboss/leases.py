@@ -123,6 +123,8 @@ class LeaseRequest:
         """Refuse with ValueError what could not be granted in any store."""
         if not self.request_id or not self.request_id.replace("-", "").isalnum():
             raise ValueError(f"request id {self.request_id!r} must be letters, digits and '-'")
+        if not self.holder.isprintable():
+            raise ValueError(f"{self.holder!r} is no name of a holder: it is shown in terminals")
         if not 0 <= self.priority <= LEAST_IMPORTANT:
             raise ValueError(f"priority {self.priority} is outside 0-{LEAST_IMPORTANT}")
         if not self.options or not all(self.options):
@@ -199,7 +201,10 @@ class Lease:
     revision: int = 0
     """How often it was resized. The store resizes a holder only for who knows the last of them."""
     reason: str = ""
-    """Why it was freed without being given back: "expired" or "preempted" (one that its holder had to renew)."""
+    """Why it is over though nobody gave it up: "expired" (nobody asked for it or renewed it any more) or "preempted"
+    (one that its holder had to renew)."""
+    wants: Shares = field(default_factory=dict)
+    """What a waiter asks for, by its first choice of devices; others may do as well. Empty once it is granted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ async def take(client: Client, wish: Wish, request: LeaseRequest | None = None) 
         except _RefusedByBooks as refused:
             await client.sweep()
             if _is_over(wish, began_s):
-                raise await _expired(client, wish, refused.lease, began_s) from refused.error
+                raise await _expired(client, wish, refused.lease) from refused.error
             order = refused.lease.order
         await asyncio.sleep(_AGAIN_S)
         request = None if wish.is_open(client.devices) else replace(request, request_id=new_request_id())
@@ -179,18 +179,18 @@ async def _wait(client: Client, wish: Wish, lease: Lease, began_s: float) -> Lea
         async with asyncio.timeout(None if wish.wait_s is None else max(0.0, began_s + wish.wait_s - time.monotonic())):
             return await client.wait_granted(lease)
     except TimeoutError:
-        raise await _expired(client, wish, lease, began_s) from None
+        raise await _expired(client, wish, lease) from None
 
 
 def _is_over(wish: Wish, began_s: float) -> bool:
     return wish.wait_s is not None and time.monotonic() + _AGAIN_S > began_s + wish.wait_s
 
 
-async def _expired(client: Client, wish: Wish, lease: Lease, began_s: float) -> errors.WaitExpired:
+async def _expired(client: Client, wish: Wish, lease: Lease) -> errors.WaitExpired:
     snapshot = None
     with contextlib.suppress(errors.GpubossError):
         snapshot = await client.snapshot()
-    return _explanation(client, wish, snapshot, lease, time.monotonic() - began_s)
+    return _explanation(client, wish, snapshot, lease, wish.wait_s or 0.0)
 
 
 def _explanation(

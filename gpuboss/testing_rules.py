@@ -143,6 +143,7 @@ class Rules:
             node=self.node,
             revision=record.revision,
             reason=record.reason,
+            wants=dict(record.options[0]) if record.state is LeaseState.QUEUED else {},
         )
 
     def uses(self) -> tuple[DeviceUse, ...]:

@@ -51,6 +51,15 @@ def parse_bytes(value: str | int) -> int:
     return size
 
 
+def parse_memory(value: str | int) -> int:
+    """As `parse_bytes`, for device memory that is asked for: less than 1 MiB is a ValueError, a unit was left out."""
+    size = parse_bytes(value)
+    if 0 < size < MIB:
+        digits, _ = _split(str(value))
+        raise ValueError(f"memory size {value!r} is {format_bytes(size)}: did you mean {digits}GiB?")
+    return size
+
+
 def format_bytes(size: int) -> str:
     """The size with the largest binary unit that fits, one decimal where needed: `"1.5GiB"`, `"512MiB"`, `"-2GiB"`."""
     if size < 0:

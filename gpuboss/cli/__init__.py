@@ -3,12 +3,11 @@
 Entry point of the distribution's script. Every command is a module of this package, imported when it is asked for:
 `run` (with `supervise`, `asking`, `child`, `job_control`, `terminal`, `leftovers`, `progress`), `views` (devices, ps),
 `top`, `adopt`, `release`, `node`, `doctor`, `events`, `completion`. `parser` has the options and their help, `exits`
-the exit codes, `words` what is said to people.
+the exit codes, `words` what is said to people, `speech` the streams.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from gpuboss import errors
 from gpuboss.cli.exits import Exit, exit_of, exit_of_signal
 from gpuboss.cli.parser import parse
+from gpuboss.cli.speech import complain, drop_unwritten, explain, prepare
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,20 +26,31 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
-    told = parse(sys.argv[1:] if arguments is None else arguments)
+    prepare()
     try:
-        return _perform(told)
+        return _answer(sys.argv[1:] if arguments is None else arguments)
+    except BrokenPipeError:  # `gpuboss events | head`
+        return exit_of_signal(signal.SIGPIPE)
+    except OSError as error:
+        complain(explain(error))
+        return Exit.SYSTEM
+    finally:
+        drop_unwritten()
+
+
+def _answer(arguments: Sequence[str]) -> int:
+    try:
+        return _perform(parse(arguments))
     except errors.GpubossError as error:
-        print(f"gpuboss: {error.message}", file=sys.stderr)
+        complain(error.message)
         return exit_of(error)
     except ValueError as error:  # a request that makes no sense, told by whoever noticed
-        print(f"gpuboss: {error}", file=sys.stderr)
+        complain(str(error))
         return Exit.USAGE
     except KeyboardInterrupt:
         return exit_of_signal(signal.SIGINT)
-    except BrokenPipeError:  # `gpuboss events | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter writes what is left at its end
-        return exit_of_signal(signal.SIGPIPE)
+    finally:
+        sys.stdout.flush()  # while a failure can still be told
 
 
 def _perform(told: argparse.Namespace) -> int:

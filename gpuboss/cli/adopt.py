@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 
 from gpuboss import errors, processes
 from gpuboss.cli import words
+from gpuboss.cli.asking import lost_place
 from gpuboss.cli.exits import Exit
 from gpuboss.cli.output import connect, print_json
-from gpuboss.cli.views import lease_fields
+from gpuboss.cli.speech import complain, printable
+from gpuboss.cli.views import lease_fields, pids_of
 from gpuboss.client import Client
 from gpuboss.devices import DeviceKind
+from gpuboss.host_lock import read_owner
 from gpuboss.identity import ProcessIdentity
 from gpuboss.leases import HolderKind, Lease, LeaseRequest, LeaseState, Shares, Snapshot, new_request_id
 from gpuboss.node_ledger import NodeLedger
@@ -33,23 +35,30 @@ def adopt(told: argparse.Namespace) -> int:
     try:
         process = ProcessIdentity.of(told.pid)
     except ProcessLookupError:
-        print(f"gpuboss: there is no process {told.pid} to be seen from here", file=sys.stderr)
+        complain(f"there is no process {told.pid} to be seen from here")
         return Exit.NOT_DONE
     return asyncio.run(_adopt(told, process))
 
 
 async def _adopt(told: argparse.Namespace, process: ProcessIdentity) -> int:
     async with await connect(told) as client:
+        keeper = read_owner(client.state.lock_path("keeper"))
+        if keeper.pid is not None and keeper.alive and process.pid in processes.family(keeper.pid):
+            raise errors.LeaseRefused(f"process {process.pid} is the ledger's own: its keeper, or what the keeper runs")
         await client.sweep()  # so that the figures are of now
         family = processes.family(process.pid)
-        if (lease_id := _lease_of(client, family)) is not None:
-            raise errors.LeaseRefused(f"process {process.pid} is under lease {words.short_id(lease_id)} already")
+        if (found := _lease_of(client, process, family)) is not None:
+            pid, lease_id = found
+            who = f"process {process.pid}"
+            if pid != process.pid:
+                who = f"process {pid} ({_name_of(pid) or 'ended'}), which descends from {who},"
+            raise errors.LeaseRefused(f"{who} is under lease {words.short_id(lease_id)} already")
         snapshot = await client.snapshot()
         used = _used(snapshot, family, told.device)
         shares = _shares(told, client, used)
         request = LeaseRequest(
             new_request_id(),
-            f"service:{told.name or processes.name_of(process.pid) or process.pid}",
+            f"service:{told.name or _name_of(process.pid) or process.pid}",
             HolderKind.SERVICE,
             (shares,),
             told.priority,
@@ -62,22 +71,30 @@ async def _adopt(told: argparse.Namespace, process: ProcessIdentity) -> int:
             await client.release(lease)
             raise
         if told.json:
-            print_json(lease_fields(lease))
+            print_json(lease_fields(lease, pids_of(client)))
         else:
             held = words.shares(lease.shares, client.devices)
             print(f"{lease.holder} has {held} until process {process.pid} ends (lease {words.short_id(lease.id)})")
     return Exit.DONE
 
 
-def _lease_of(client: Client, family: set[int]) -> str | None:
-    """The lease that one of these processes holds or carries already."""
+def _name_of(pid: int) -> str:
+    return printable(processes.name_of(pid) or "")
+
+
+def _lease_of(client: Client, process: ProcessIdentity, family: set[int]) -> tuple[int, str] | None:
+    """Which of these processes, itself if it may be, holds or carries which lease already."""
     with NodeLedger(client.state.ledger_path) as books:
         rows = books.rows()
-    for row in rows:
-        if {row.pid, row.engine_pid} & family:
-            return row.lease_id
+    found = [
+        (pid, row.lease_id)
+        for row in rows
+        for pid in (row.pid, row.engine_pid)
+        if pid in family and pid is not None and row.pid_namespace == process.pid_namespace
+    ]
     carried = processes.carriers([row.lease_id for row in rows])
-    return next((lease_id for lease_id, pids in carried.items() if family & set(pids)), None)
+    found += [(pid, lease_id) for lease_id, pids in carried.items() for pid in pids if pid in family]
+    return min(found, key=lambda one: one[0] != process.pid, default=None)
 
 
 def _used(snapshot: Snapshot, family: set[int], only: list[str] | None) -> dict[str, int]:
@@ -120,12 +137,21 @@ async def _granted(client: Client, request: LeaseRequest, wait_s: float) -> Leas
     try:
         async with asyncio.timeout(wait_s):
             return await client.wait_granted(lease)
+    except errors.StaleFence as error:
+        raise await lost_place(client, request.holder, lease.id) from error
     except TimeoutError:
-        uses = [use for use in (await client.snapshot()).devices if use.device.id in request.options[0]]
-        wanted = words.shares(request.options[0], client.devices)
-        free = [(words.device_name(use.device), use.free_bytes) for use in uses]
+        snapshot, option = await client.snapshot(), request.options[0]
+        wanted = words.shares(option, client.devices)
+        free = [(words.device_name(use.device), use.free_bytes) for use in snapshot.devices if use.device.id in option]
+        held = [
+            (other.holder, size)
+            for other in snapshot.leases
+            if (size := sum(size for device, size in other.shares.items() if device in option))
+        ]
         await client.cancel(lease)
-        raise errors.WaitExpired(request.holder, waited_s=wait_s, wanted=wanted, devices=free) from None
+        raise errors.WaitExpired(
+            request.holder, waited_s=wait_s, wanted=wanted, devices=free, holders=sorted(held, key=lambda one: -one[1])
+        ) from None
     except BaseException:
         await client.cancel(lease)
         raise

@@ -6,16 +6,19 @@ Called by `gpuboss.cli.supervise`; `gpuboss.taking` does the asking, as for `gpu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 from gpuboss import errors, taking
 from gpuboss.cli import words
 from gpuboss.cli.progress import Progress
 from gpuboss.client import Client
+from gpuboss.devices import DeviceKind
 from gpuboss.leases import Lease, LeaseState
 from gpuboss.taking import Wish
+from gpuboss.units import format_bytes
 
-__all__ = ["obtain"]
+__all__ = ["lost_place", "obtain", "tell_of_host_memory"]
 
 _PATIENCE_S = 0.2
 """Nobody is told of shorter waits."""
@@ -29,9 +32,12 @@ async def obtain(client: Client, wish: Wish, progress: Progress) -> Lease:
     Raises what `taking.take` raises. Whatever it raises, also when it is cancelled, nothing is left of what was asked.
     """
     began_s = time.monotonic()
-    telling = asyncio.create_task(_tell(client, wish, progress), name="gpuboss-progress")
+    seen: list[str] = []
+    telling = asyncio.create_task(_tell(client, wish, progress, seen), name="gpuboss-progress")
     try:
         lease = await taking.take(client, wish)
+    except errors.StaleFence as error:  # nobody here has given it up
+        raise await lost_place(client, wish.holder, seen[-1] if seen else None) from error
     finally:
         telling.cancel()
         await asyncio.gather(telling, return_exceptions=True)
@@ -42,14 +48,39 @@ async def obtain(client: Client, wish: Wish, progress: Progress) -> Lease:
     return lease
 
 
-async def _tell(client: Client, wish: Wish, progress: Progress) -> None:
-    """Show why we wait, until cancelled."""
+async def lost_place(client: Client, holder: str, lease_id: str | None) -> errors.StaleFence:
+    """Why a waiter is none any more that has not given up: a person's doing, or that of the store's clock."""
+    lease = None
+    with contextlib.suppress(errors.GpubossError):
+        lease = lease_id and await client.find(lease_id)
+    if lease and lease.reason == "expired":
+        why = "lost its place in the queue: the store had not heard of this host for longer than a lease lives"
+    else:
+        why = "was taken out of the queue (gpuboss release)"
+    return errors.StaleFence(f"{holder} {why}")
+
+
+def tell_of_host_memory(client: Client, wish: Wish, progress: Progress) -> None:
+    """Say that host memory is leased because no GPU was found, unless it was asked for by name.
+
+    Raises LeaseRefused for what can never be granted.
+    """
+    if wish.only is None and all(device.kind is DeviceKind.CPU for device in client.devices):
+        (option, *_) = wish.request(client.devices).options
+        size = format_bytes(sum(option.values()))
+        progress.insist(f"no GPU was found: {size} of host memory (cpu) is leased instead; see gpuboss doctor")
+
+
+async def _tell(client: Client, wish: Wish, progress: Progress, seen: list[str]) -> None:
+    """Show why we wait, until cancelled. `seen`: the ids under which we did."""
     await asyncio.sleep(_PATIENCE_S)
     while True:
         try:
             snapshot = await client.snapshot()
             for lease in snapshot.leases:
                 if lease.owner == client.owner and lease.state is LeaseState.QUEUED:
+                    if lease.id not in seen:
+                        seen.append(lease.id)
                     options = wish.request(client.devices, snapshot.devices).options
                     progress.waiting(words.waiting(snapshot, lease, options), place=lease.position)
         except errors.GpubossError as error:  # such as a store that is away

@@ -1,7 +1,8 @@
 """What the exit status of `gpuboss` means, and which error leads to which.
 
-Used by every command of the package. The numbers are those of sysexits(3) where it has one that fits; `gpuboss run`
-passes its command's own status on, and 128 + n for one that signal n ended.
+Used by every command of the package; `parser` prints those that a command may end with. The numbers are those of
+sysexits(3) where it has one that fits; `gpuboss run` passes its command's own status on, and 128 + n for one that
+signal n ended.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import enum
 
 from gpuboss import errors
 
-__all__ = ["EXIT_CODES", "Exit", "exit_of", "exit_of_signal"]
+__all__ = ["Exit", "exit_codes", "exit_of", "exit_of_signal"]
 
 
 class Exit(enum.IntEnum):
@@ -24,10 +25,13 @@ class Exit(enum.IntEnum):
     """The command line is wrong."""
     UNAVAILABLE = 69
     """The ledger cannot be reached now: its keeper or its store does not answer (EX_UNAVAILABLE)."""
+    SYSTEM = 71
+    """The system refuses: the output cannot be written, there are too many open files (EX_OSERR)."""
     WAIT_OVER = 75
     """The memory was not there within --wait: try again later (EX_TEMPFAIL)."""
     REFUSED = 77
-    """Refused: more than the devices can ever give, or not confirmed (EX_NOPERM)."""
+    """Refused: more than the devices can ever give, taken out of the queue by somebody, a process that cannot be asked
+    or is leased already, or not confirmed (EX_NOPERM)."""
     CONFIG = 78
     """A setting must be changed first: state directory, devices or store (EX_CONFIG)."""
     ASKED_BACK = 79
@@ -38,19 +42,44 @@ class Exit(enum.IntEnum):
     """The command of `run` is not there."""
 
 
-EXIT_CODES = """\
-exit codes:
-  0    done; `run`: the command's own exit code, or 128+n when signal n ended it
-  1    the answer is no: something is broken (doctor), there is no such lease or process
-  2    wrong usage
-  69   the ledger cannot be reached now: its keeper or its store does not answer
-  75   the memory was not there within --wait; try again later
-  77   refused: more than the devices can ever give, or not confirmed
-  78   a setting must be changed first; the message names it
-  79   run: the memory was asked back, and the command was ended for it (whatever its own exit code was)
-  126  run: the command cannot be executed
-  127  run: there is no such command
-"""
+_LOOKING = ("devices", "ps", "top", "node", "events")
+_WITH_LEDGER = ("run", "adopt", "release", *_LOOKING)
+_OURS_ALONE = ("adopt", "release", *_LOOKING, "doctor", "completion")
+_MEANINGS: tuple[tuple[Exit, tuple[str, ...], str], ...] = (
+    (Exit.DONE, _OURS_ALONE, "done"),
+    (Exit.DONE, ("run",), "the command's own exit code, or 128+n when signal n ended it"),
+    (Exit.NOT_DONE, ("adopt",), "there is no such process"),
+    (Exit.NOT_DONE, ("release",), "there is no such lease, or its holder does not end"),
+    (Exit.NOT_DONE, ("doctor",), "something is broken"),
+    (Exit.USAGE, ("run", *_OURS_ALONE), "wrong usage"),
+    (Exit.UNAVAILABLE, _WITH_LEDGER, "the ledger cannot be reached now: its keeper or its store does not answer"),
+    (Exit.SYSTEM, ("run", *_OURS_ALONE), "the system refuses: the output cannot be written, too many open files"),
+    (Exit.WAIT_OVER, ("run", "adopt"), "the memory was not there within --wait; try again later"),
+    (Exit.REFUSED, ("run",), "refused: more than the devices can ever give, or not in the queue any more"),
+    (
+        Exit.REFUSED,
+        ("adopt",),
+        "refused: more than the devices can ever give, under a lease already, or the ledger's own",
+    ),
+    (Exit.REFUSED, ("release",), "refused: not confirmed, or an adopted process, which cannot be asked to yield"),
+    (Exit.CONFIG, _WITH_LEDGER, "a setting must be changed first; the message names it"),
+    (Exit.ASKED_BACK, ("run",), "the memory was asked back, and the command ended for it (whatever its own exit code)"),
+    (Exit.NOT_EXECUTABLE, ("run",), "the command cannot be executed"),
+    (Exit.NOT_FOUND, ("run",), "there is no such command"),
+)
+"""Which code of which commands means what."""
+
+
+def exit_codes(command: str | None = None) -> str:
+    """The table for the help of one command, or of all."""
+    lines, before = ["exit codes:"], None
+    for code, commands, text in _MEANINGS:
+        if command is None or command in commands:
+            whose = f"{' and '.join(commands)}: " if command is None and len(commands) <= 2 else ""
+            lines.append(f"  {'' if code is before else code:<5}{whose}{text}")
+            before = code
+    return "\n".join(lines) + "\n"
+
 
 _BY_ERROR: dict[type[errors.GpubossError], Exit] = {
     errors.GpubossError: Exit.UNAVAILABLE,

@@ -52,8 +52,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, right in zip(names, to_right, strict=True):
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    for place, (name, right) in enumerate(zip(names, to_right, strict=True)):
+        # What the row is of comes first, and is never cut in two.
+        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=place == 0)
     for row in rows:
         table.add_row(*row)
     Console(markup=False, highlight=False).print(table)

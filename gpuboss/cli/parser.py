@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from gpuboss.cli.exits import EXIT_CODES, Exit
+from gpuboss.cli.exits import Exit, exit_codes
 from gpuboss.priority import CLASSES, NORMAL, parse_priority
-from gpuboss.units import parse_bytes, parse_duration
+from gpuboss.units import parse_duration, parse_memory
 
 __all__ = ["COMMANDS", "build", "own_version", "parse"]
 
@@ -76,7 +76,7 @@ def build() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="gpuboss",
         description="Leases on device memory: who may use how much of which device.",
-        epilog=f"{_TOP_EXAMPLES}\n{_ENVIRONMENT}\n{EXIT_CODES}",
+        epilog=f"{_TOP_EXAMPLES}\n{_ENVIRONMENT}\n{exit_codes()}",
         formatter_class=_formatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
@@ -132,8 +132,9 @@ def _run(parser: argparse.ArgumentParser) -> None:
         "lease's name (GPUBOSS_LEASE). It runs in a process group of its own; signals (INT, TERM, HUP, QUIT, USR1,\n"
         "USR2, WINCH, TSTP, CONT) are passed to it. Whatever it leaves behind is ended before the memory is given\n"
         "back: SIGTERM, then SIGKILL. If gpuboss itself is killed, the command is ended too.\n\n"
-        "With --preemptible a more important waiter may ask for the memory: the command gets --preempt-signal, and\n"
-        "SIGKILL when --grace is over. Then the exit code is 79, so that a loop may run it again:\n\n"
+        "With --preemptible a more important waiter may ask for the memory, and `gpuboss release` may always: the\n"
+        "command gets --preempt-signal, and SIGKILL when --grace is over. Then the exit code is 79, so that a loop\n"
+        "may run it again:\n\n"
         "  until gpuboss run --vram 20GiB --preemptible -- ./train; do [ $? = 79 ] || break; done",
         [
             ("--vram 20GiB -- python train.py", "20 GiB of whichever GPU has it"),
@@ -157,7 +158,11 @@ def _run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--preemptible", action="store_true", help="give way to more important waiters, after a notice")
     parser.add_argument(
-        "--grace", type=_value(_seconds), default=30.0, metavar="TIME", help="from the notice to SIGKILL (default: 30s)"
+        "--grace",
+        type=_value(_seconds),
+        default=30.0,
+        metavar="TIME",
+        help="from a notice, also that of `gpuboss release`, to SIGKILL (default: 30s)",
     )
     parser.add_argument(
         "--preempt-signal",
@@ -181,7 +186,8 @@ def _devices(parser: argparse.ArgumentParser) -> None:
 def _ps(parser: argparse.ArgumentParser) -> None:
     _describe(
         parser,
-        "Leases of this ledger: holders first, then waiters in the order of their turns.",
+        "Leases of this ledger: holders first, then waiters in the order of their turns. PID is the process whose\n"
+        "memory it is (- where its holder named none); of a waiter, the one that asked.",
         [("", ""), ("--json | jq '.[].holder'", "for programs")],
     )
     _add_json(parser)
@@ -226,14 +232,17 @@ def _release(parser: argparse.ArgumentParser) -> None:
     _describe(
         parser,
         "Ask a holder to give its memory back: it gets a notice, as if somebody more important wanted it.\n"
-        "A waiter leaves the queue. --force ends a holder's processes (SIGTERM, then SIGKILL), after confirmation.",
+        "A waiter leaves the queue. --force ends a holder's processes (SIGTERM, then SIGKILL), after confirmation;\n"
+        "for an adopted process, which cannot be asked, there is no other way.",
         [
             ("3f2a", "a lease by the first letters of its id"),
-            ("job:sft-12", "or by its holder's name"),
+            ("sft-12", "or by its holder's name, with or without job:"),
             ("3f2a --force --yes", "end it now, without a question"),
         ],
     )
-    parser.add_argument("lease", metavar="ID", help="a lease's id or the beginning of one, or its holder's name")
+    parser.add_argument(
+        "lease", type=_value(_lease), metavar="ID", help="a lease's id or the beginning of one, or its holder's name"
+    )
     parser.add_argument("--force", action="store_true", help="end its processes")
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask for confirmation")
     parser.add_argument(
@@ -303,7 +312,7 @@ def _describe(parser: argparse.ArgumentParser, text: str, examples: Sequence[tup
     width = max(len(words) for words, note in shown if note) if any(note for _, note in shown) else 0
     lines = [f"  {words:<{width}}  {note}".rstrip() for words, note in shown]
     parser.description = text
-    parser.epilog = "\n".join(["examples:", *lines, "", EXIT_CODES])
+    parser.epilog = "\n".join(["examples:", *lines, "", exit_codes(parser.prog.split()[-1])])
 
 
 def _add_json(parser: argparse.ArgumentParser, text: str = "print JSON; sizes in bytes") -> None:
@@ -312,7 +321,10 @@ def _add_json(parser: argparse.ArgumentParser, text: str = "print JSON; sizes in
 
 def _add_devices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--device", action="append", metavar="DEVICE", help="only this device (gpu0, a UUID, cpu); may be repeated"
+        "--device",
+        action="append",
+        metavar="DEVICE",
+        help="only this device, by a name that `gpuboss devices` shows, such as gpu0; may be repeated",
     )
 
 
@@ -343,7 +355,7 @@ def _value(read: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def _size(text: str) -> int:
-    size = parse_bytes(text)
+    size = parse_memory(text)
     if size == 0:
         raise ValueError(f"memory size {text!r} is nothing: ask for some, or leave gpuboss out")
     return size
@@ -362,6 +374,12 @@ def _count(text: str) -> int:
 def _name(text: str) -> str:
     if not text.strip() or len(text) > _LONGEST_NAME or not text.isprintable():
         raise ValueError(f"{text!r} is no name: 1 to {_LONGEST_NAME} printable characters")
+    return text.strip()
+
+
+def _lease(text: str) -> str:
+    if not text.strip():
+        raise ValueError(f"{text!r} names no lease: `gpuboss ps` shows those there are")
     return text.strip()
 
 

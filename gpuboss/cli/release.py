@@ -2,7 +2,8 @@
 
 1. A waiter leaves the queue.
 2. A holder gets a notice, as if somebody more important wanted its memory. What it does then is its affair: `gpuboss
-   run` ends its command, a model slot drains, a program that uses the library hears of it.
+   run` ends its command, a model slot drains, a program that uses the library hears of it. An adopted process hears
+   nothing, so it is not asked.
 3. With --force the holder's processes are ended here, after a question: SIGTERM, then SIGKILL. The keeper sees that
    they are gone and frees the lease; nothing is freed on our word.
 """
@@ -23,10 +24,11 @@ from gpuboss import processes
 from gpuboss.cli import words
 from gpuboss.cli.exits import Exit
 from gpuboss.cli.output import connect, print_json
-from gpuboss.cli.views import lease_fields
+from gpuboss.cli.speech import complain, escaped
+from gpuboss.cli.views import lease_fields, pids_of
 from gpuboss.client import Client
 from gpuboss.identity import Liveness, ProcessIdentity
-from gpuboss.leases import OVER, Lease, LeaseState, Snapshot
+from gpuboss.leases import OVER, HolderKind, Lease, LeaseState, Snapshot
 from gpuboss.ledger_rows import LedgerRow
 from gpuboss.node_ledger import NodeLedger
 
@@ -48,7 +50,7 @@ async def _release(told: argparse.Namespace) -> int:
         snapshot = await client.snapshot()
         found = _find(snapshot, told.lease)
         if len(found) != 1:
-            print(f"gpuboss: {_not_one(told.lease, found)}", file=sys.stderr)
+            complain(_not_one(told.lease, found))
             return Exit.NOT_DONE
         lease = found[0]
         if lease.state is LeaseState.QUEUED:  # 1
@@ -56,6 +58,9 @@ async def _release(told: argparse.Namespace) -> int:
             return await _tell(told, client, lease, f"{lease.holder} waits no more")
         if told.force:
             return await _take(told, client, lease)
+        if _is_adopted(lease, _row_of(client, lease)):
+            complain(f"{lease.holder} is adopted: an adopted process cannot be asked to yield; --force ends it")
+            return Exit.REFUSED
         asked = await client.preempt(lease.id, by=f"{_user()} (gpuboss release)", grace_s=told.grace)  # 2
         left_s = asked.notice.left_s if asked.notice is not None else asked.grace_s
         held = words.shares(lease.shares, client.devices)
@@ -68,7 +73,32 @@ async def _release(told: argparse.Namespace) -> int:
 
 def _find(snapshot: Snapshot, name: str) -> list[Lease]:
     exact = [lease for lease in snapshot.leases if name == lease.id]
-    return exact or [lease for lease in snapshot.leases if lease.id.startswith(name) or name == lease.holder]
+    return exact or [lease for lease in snapshot.leases if lease.id.startswith(name) or _is_called(lease, name)]
+
+
+def _is_called(lease: Lease, name: str) -> bool:
+    """Whether that is its holder's name: in full, or without what kind of holder it is."""
+    return name in (lease.holder, lease.holder.partition(":")[2])
+
+
+def _row_of(client: Client, lease: Lease) -> LedgerRow | None:
+    with NodeLedger(client.state.ledger_path) as books:
+        return next((row for row in books.rows() if row.lease_id == lease.id), None)
+
+
+def _is_adopted(lease: Lease, row: LedgerRow | None) -> bool:
+    """Whether nobody would hear a notice: it was asked for by another process, `gpuboss adopt`, which has ended.
+
+    A broker asks for programs too, and the next one listens for those of the one before; but what it can have freed is
+    pre-emptible, as nothing adopted is.
+    """
+    return (
+        lease.kind is HolderKind.SERVICE
+        and not lease.preemptible
+        and row is not None
+        and row.process not in (None, lease.owner)
+        and lease.owner.is_alive() is Liveness.DEAD
+    )
 
 
 def _not_one(name: str, found: list[Lease]) -> str:
@@ -86,7 +116,7 @@ def _user() -> str:
 
 async def _tell(told: argparse.Namespace, client: Client, lease: Lease, text: str) -> int:
     if told.json:
-        print_json(lease_fields(await client.find(lease.id) or lease))
+        print_json(lease_fields(await client.find(lease.id) or lease, pids_of(client)))
     else:
         print(text)
     return Exit.DONE
@@ -97,9 +127,7 @@ async def _tell(told: argparse.Namespace, client: Client, lease: Lease, text: st
 
 async def _take(told: argparse.Namespace, client: Client, lease: Lease) -> int:
     """End the holder's processes, and see the lease freed."""
-    with NodeLedger(client.state.ledger_path) as books:
-        row = next((row for row in books.rows() if row.lease_id == lease.id), None)
-    recorded = _recorded(row)
+    recorded = _recorded(_row_of(client, lease))
     pids = _living(lease, recorded)
     if not _confirmed(told, lease, pids):
         return Exit.REFUSED
@@ -118,7 +146,7 @@ async def _take(told: argparse.Namespace, client: Client, lease: Lease) -> int:
             break
         await asyncio.sleep(_LOOK_S)
     left = ", ".join(map(str, sorted(_living(lease, recorded)))) or "none that is to be seen from here"
-    print(f"gpuboss: {lease.holder} still holds its memory; its processes: {left}", file=sys.stderr)
+    complain(f"{lease.holder} still holds its memory; its processes: {left}")
     return Exit.NOT_DONE
 
 
@@ -149,7 +177,7 @@ def _confirmed(told: argparse.Namespace, lease: Lease, pids: set[int]) -> bool:
     text = "\n".join(f"  {pid:>7}  {_command_line(pid)}" for pid in sorted(pids)) or "  no process"
     print(f"{lease.holder}, lease {words.short_id(lease.id)}:\n{text}", file=sys.stderr)
     if not sys.stdin.isatty():
-        print("gpuboss: nothing is ended without confirmation: add --yes", file=sys.stderr)
+        complain("nothing is ended without confirmation: add --yes")
         return False
     print("end these and take the memory back? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
@@ -157,6 +185,7 @@ def _confirmed(told: argparse.Namespace, lease: Lease, pids: set[int]) -> bool:
 
 def _command_line(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
-        return processes.name_of(pid) or "?"
+        words = processes.name_of(pid) or "?"
+    return escaped(words)  # they could hide what is asked, or write an answer of their own

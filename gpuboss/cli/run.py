@@ -10,11 +10,11 @@ import itertools
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Sequence
 
 from gpuboss.cli.child import Child
 from gpuboss.cli.exits import Exit
+from gpuboss.cli.speech import complain, printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ def job_name(command: Sequence[str]) -> str:
             if word.endswith((".py", ".sh")) and not word.startswith("-"):
                 name = os.path.basename(word).rpartition(".")[0]  # noqa: PTH119
                 break
-    shown = "".join(letter if letter.isprintable() else "?" for letter in name)
-    return shown[:_LONGEST_NAME] or "command"
+    return printable(name)[:_LONGEST_NAME] or "command"
 
 
 def _supervise(told: argparse.Namespace, child: Child) -> int:
@@ -107,5 +106,5 @@ def _cannot_run(program: str) -> Exit | None:
         return None
     there = os.sep in program and os.path.exists(program)  # noqa: PTH110 (as the shell looks at it)
     what = "cannot be executed" if there else "command not found"
-    print(f"gpuboss: {program}: {what}", file=sys.stderr)
+    complain(f"{program}: {what}")
     return Exit.NOT_EXECUTABLE if there else Exit.NOT_FOUND

@@ -23,7 +23,7 @@ from typing import Any
 
 from gpuboss import errors
 from gpuboss.cli import words
-from gpuboss.cli.asking import obtain
+from gpuboss.cli.asking import obtain, tell_of_host_memory
 from gpuboss.cli.child import Child, Ended
 from gpuboss.cli.exits import Exit, exit_of_signal
 from gpuboss.cli.job_control import JobControl
@@ -78,6 +78,8 @@ class Supervisor:
             self._look_while_waiting(waiting)
             name = f"gpuboss run {self._order.wish.holder}"
             async with await Client.connect(self._order.settings, name=name, has_loop=True) as client:
+                if self._order.settings.devices is None:
+                    tell_of_host_memory(client, self._order.wish, self._progress)
                 lease = await obtain(client, self._order.wish, self._progress)
                 return await self._serve(client, lease)
         except asyncio.CancelledError:
@@ -164,10 +166,10 @@ class Supervisor:
     def _yield(self, why: str, number: int, grace_s: float) -> None:
         self._asked_back = True
         name = signal.Signals(number).name
-        self._progress.say(f"{why}: the command gets {name}, and SIGKILL in {grace_s:.0f} s")
         self._child.signal_leader(number)
         self._child.signal(signal.SIGCONT)  # one that is suspended would not hear it
         self._kill_in(grace_s)
+        self._progress.say(f"{why}: the command gets {name}, and SIGKILL in {grace_s:.0f} s")
 
     def _kill_in(self, grace_s: float) -> None:
         """Kill the command then, unless it is to be killed before."""
@@ -180,8 +182,8 @@ class Supervisor:
         if self._killed or self._child.has_ended:  # what it left is being ended
             return
         self._killed = True
-        self._progress.say("the grace is over: the command is killed")
         kill_all(self._child, self._lease_id)
+        self._progress.say("the grace is over: the command is killed")
 
     async def _follow_grace(self, client: Client, lease: Lease) -> None:
         """Say that we heard the notice, and see whether whoever gave it shortens the grace; until cancelled."""

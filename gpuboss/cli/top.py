@@ -13,10 +13,10 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, JustifyMethod
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -25,20 +25,22 @@ from gpuboss import errors
 from gpuboss.cli import words
 from gpuboss.cli.exits import Exit
 from gpuboss.cli.output import connect, print_json
-from gpuboss.cli.views import LEASE_COLUMNS, lease_cells, snapshot_of
+from gpuboss.cli.views import LEASE_COLUMNS, Pids, lease_cells, look, snapshot_of
 from gpuboss.client import Client
 from gpuboss.leases import DeviceUse, LeaseState, Snapshot
 from gpuboss.units import format_bytes
 
 __all__ = ["picture", "segments", "top"]
 
-_BAR = 40
-"""Characters of a bar."""
+_LONGEST_BAR, _SHORTEST_BAR = 40, 20
+"""Characters of a bar: as many as the figures beside it leave; where that is too few, the figures are wrapped."""
+_UNBROKEN = ("LEASE", "SINCE", "PID")
+"""What is never cut in two: half an id or number names something else."""
 _STYLES = {
     "used": ("green", "█"),
     "leased": ("green", "▒"),
-    "others": ("yellow", "█"),
-    "leftover": ("red", "█"),
+    "others": ("yellow", "#"),
+    "leftover": ("red", "!"),
     "reserve": ("bright_black", "░"),
     "free": ("bright_black", "·"),
 }
@@ -54,9 +56,10 @@ def top(told: argparse.Namespace) -> int:
 async def _top(told: argparse.Namespace) -> int:
     async with await connect(told) as client:
         if told.json:
-            print_json(snapshot_of(await client.snapshot()))
+            print_json(snapshot_of(*await look(client)))
         elif told.once or not sys.stdout.isatty():
-            Console(markup=False, highlight=False).print(picture(await client.snapshot()))
+            console = Console(markup=False, highlight=False)
+            console.print(picture(*await look(client), console.width))
         else:
             await _live(client, max(_SHORTEST_INTERVAL_S, told.interval))
     return Exit.DONE
@@ -68,8 +71,8 @@ async def _live(client: Client, interval_s: float) -> None:
     with _keys(leave), Live(console=console, screen=True, auto_refresh=False) as live:
         while not leave.is_set():
             try:
-                shown = picture(await client.snapshot())
-            except errors.StoreUnavailable as error:
+                shown = picture(*await look(client), console.width)
+            except errors.GpubossError as error:
                 shown = Group(Text(error.message, style="red"))
             live.update(shown, refresh=True)
             with contextlib.suppress(TimeoutError):
@@ -100,25 +103,35 @@ def _keys(leave: asyncio.Event) -> Iterator[None]:
         termios.tcsetattr(handle, termios.TCSADRAIN, before)
 
 
-def picture(snapshot: Snapshot) -> Group:
-    """The whole screen."""
-    devices = Table.grid(padding=(0, 1))
-    for justify in ("left", "left", "right", "left"):
-        devices.add_column(justify=justify)
-    for use in snapshot.devices:
-        devices.add_row(words.device_name(use.device), _bar(use), _percent(use), _figures(use))
-    leases = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+def picture(snapshot: Snapshot, pids: Pids, width: int) -> Group:
+    """The whole screen, of so many characters to a line."""
+    leases = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     for column in LEASE_COLUMNS:
-        leases.add_column(
-            column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
-        )
+        name = column.removeprefix(">")
+        justify: JustifyMethod = "left" if name == column else "right"
+        leases.add_column(name, justify=justify, overflow="fold", no_wrap=name in _UNBROKEN)
     for lease in snapshot.leases:
-        leases.add_row(*lease_cells(lease, snapshot.devices), style="dim" if lease.state is LeaseState.QUEUED else "")
+        cells = lease_cells(lease, snapshot.devices, pids)
+        leases.add_row(*cells, style="dim" if lease.state is LeaseState.QUEUED else "")
     waiting = sum(lease.state is LeaseState.QUEUED for lease in snapshot.leases)
     held = len(snapshot.leases) - waiting
     head = Text(f"gpuboss  {time.strftime('%H:%M:%S')}  {held} held, {waiting} waiting  (q leaves)", style="bold")
     strangers = [Text(line, style="yellow") for line in words.foreign(snapshot.devices)]
-    return Group(head, Text(), devices, _legend(), *strangers, leases)
+    return Group(head, Text(), _devices(snapshot.devices, width), _legend(), *strangers, Text(), leases)
+
+
+def _devices(uses: Sequence[DeviceUse], width: int) -> Table:
+    cells = [(words.device_name(use.device), _percent(use), _figures(use)) for use in uses]
+    others = [max(map(len, column), default=0) + 1 for column in zip(*cells, strict=True)]
+    bar = min(_LONGEST_BAR, max(_SHORTEST_BAR, width - sum(others) - 1))
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column()
+    for use, (name, percent, figures) in zip(uses, cells, strict=True):
+        table.add_row(name, _bar(use, bar), percent, figures)
+    return table
 
 
 def segments(use: DeviceUse, width: int) -> list[tuple[str, int]]:
@@ -146,9 +159,9 @@ def segments(use: DeviceUse, width: int) -> list[tuple[str, int]]:
     return [*found, ("free", width - drawn)]
 
 
-def _bar(use: DeviceUse) -> Text:
+def _bar(use: DeviceUse, width: int) -> Text:
     bar = Text()
-    for part, count in segments(use, _BAR):
+    for part, count in segments(use, width):
         style, character = _STYLES[part]
         bar.append(character * count, style)
     return bar

@@ -1,24 +1,31 @@
 """`gpuboss devices` and `gpuboss ps`: one look at the ledger.
 
-Called by the package's `main`; `top` and `node` use the same columns and fields.
+Called by the package's `main`; `top` uses the same columns, and whoever prints a lease the same fields.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gpuboss.cli import words
 from gpuboss.cli.exits import Exit
 from gpuboss.cli.output import connect, print_json, print_table
-from gpuboss.devices import Device
+from gpuboss.client import Client
 from gpuboss.leases import DeviceUse, Lease, LeaseState, Snapshot
+from gpuboss.node_ledger import NodeLedger
 from gpuboss.priority import name_of
 from gpuboss.units import format_bytes
 
-__all__ = ["LEASE_COLUMNS", "device_fields", "devices", "lease_cells", "lease_fields", "ps", "snapshot_of"]
+__all__ = [
+    *("LEASE_COLUMNS", "Pids", "device_fields", "devices", "lease_cells", "lease_fields", "look", "pids_of", "ps"),
+    "snapshot_of",
+]
+
+Pids = Mapping[str, int | None]
+"""Lease id -> its process in this node's books; None for one that is held by word, missing before it is used."""
 
 _DEVICE_COLUMNS = (
     *("DEVICE", "KIND", ">TOTAL", ">RESERVE", ">LEASED", ">IN USE", ">OTHERS", ">QUARANTINED", ">FREE", "NAME"),
@@ -28,7 +35,7 @@ LEASE_COLUMNS = ("LEASE", "HOLDER", "PRIORITY", "STATE", ">SINCE", ">PID", "MEMO
 
 def devices(told: argparse.Namespace) -> int:
     """Print the devices."""
-    uses = asyncio.run(_look(told)).devices
+    uses = asyncio.run(_look(told))[0].devices
     if told.json:
         print_json([device_fields(use) for use in uses])
         return Exit.DONE
@@ -40,25 +47,36 @@ def devices(told: argparse.Namespace) -> int:
 
 def ps(told: argparse.Namespace) -> int:
     """Print the leases."""
-    snapshot = asyncio.run(_look(told))
+    snapshot, pids = asyncio.run(_look(told))
     if told.json:
-        print_json([lease_fields(lease) for lease in snapshot.leases])
+        print_json([lease_fields(lease, pids) for lease in snapshot.leases])
         return Exit.DONE
-    print_table(LEASE_COLUMNS, [lease_cells(lease, snapshot.devices) for lease in snapshot.leases])
+    print_table(LEASE_COLUMNS, [lease_cells(lease, snapshot.devices, pids) for lease in snapshot.leases])
     return Exit.DONE
 
 
-async def _look(told: argparse.Namespace) -> Snapshot:
+async def look(client: Client) -> tuple[Snapshot, Pids]:
+    """The ledger, and which processes its leases are of. Raises StoreUnavailable, LedgerBusy, LedgerDamaged."""
+    return await client.snapshot(), pids_of(client)
+
+
+def pids_of(client: Client) -> Pids:
+    """Which processes the leases are of. Raises LedgerBusy, LedgerDamaged."""
+    with NodeLedger(client.state.ledger_path) as books:
+        return {row.lease_id: row.pid for row in books.rows()}
+
+
+async def _look(told: argparse.Namespace) -> tuple[Snapshot, Pids]:
     async with await connect(told) as client:
-        return await client.snapshot()
+        return await look(client)
 
 
-def snapshot_of(snapshot: Snapshot) -> dict[str, Any]:
+def snapshot_of(snapshot: Snapshot, pids: Pids) -> dict[str, Any]:
     """A whole snapshot for JSON."""
     return {
         "epoch": snapshot.epoch,
         "devices": [device_fields(use) for use in snapshot.devices],
-        "leases": [lease_fields(lease) for lease in snapshot.leases],
+        "leases": [lease_fields(lease, pids) for lease in snapshot.leases],
     }
 
 
@@ -83,7 +101,7 @@ def device_fields(use: DeviceUse) -> dict[str, Any]:
     }
 
 
-def lease_fields(lease: Lease) -> dict[str, Any]:
+def lease_fields(lease: Lease, pids: Pids) -> dict[str, Any]:
     """A lease for JSON."""
     notice = lease.notice
     return {
@@ -93,6 +111,7 @@ def lease_fields(lease: Lease) -> dict[str, Any]:
         "state": lease.state.value,
         "priority": lease.priority,
         "shares": dict(lease.shares),
+        "wants": dict(lease.wants),
         "position": lease.position,
         "preemptible": lease.preemptible,
         "grace_s": lease.grace_s,
@@ -109,24 +128,29 @@ def lease_fields(lease: Lease) -> dict[str, Any]:
         },
         "fence": None if lease.fence is None else [lease.fence.epoch, lease.fence.seq],
         "node": lease.node,
-        "pid": lease.owner.pid,
+        "pid": _pid(lease, pids),
         "since_ms": lease.since_ms,
     }
 
 
-def lease_cells(lease: Lease, uses: Iterable[DeviceUse]) -> tuple[str, ...]:
+def lease_cells(lease: Lease, uses: Iterable[DeviceUse], pids: Pids) -> tuple[str, ...]:
     """A lease's row under LEASE_COLUMNS."""
     preemptible = " (yields)" if lease.preemptible else ""
-    names = {use.device.id: use.device for use in uses}
+    pid = _pid(lease, pids)
     return (
         words.short_id(lease.id),
         lease.holder,
         f"{name_of(lease.priority)}{preemptible}",
         _state(lease),
         words.ago(lease.since_ms),
-        str(lease.owner.pid),
-        _memory(lease, names),
+        "-" if pid is None else str(pid),
+        words.memory(lease, [use.device for use in uses]),
     )
+
+
+def _pid(lease: Lease, pids: Pids) -> int | None:
+    """Whose memory it is; as long as it is nobody's, who asked."""
+    return pids.get(lease.id, lease.owner.pid)
 
 
 def _state(lease: Lease) -> str:
@@ -136,14 +160,6 @@ def _state(lease: Lease) -> str:
         who = lease.notice.holder or "a person"
         return f"{lease.state}, to yield to {who} in {max(0.0, lease.notice.left_s):.0f}s"
     return lease.state.value
-
-
-def _memory(lease: Lease, devices: dict[str, Device]) -> str:
-    held = [
-        f"{words.device_name(devices[device_id]) if device_id in devices else device_id} {format_bytes(size)}"
-        for device_id, size in sorted(lease.shares.items())
-    ]
-    return ", ".join(held) or "-"
 
 
 def _device_cells(use: DeviceUse) -> tuple[str, ...]:

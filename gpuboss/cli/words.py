@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from gpuboss.cli.speech import printable
 from gpuboss.devices import Device, DeviceKind
 from gpuboss.leases import HOLDS_MEMORY, DeviceUse, Lease, LeaseState, Notice, Shares, Snapshot
 from gpuboss.priority import name_of
 from gpuboss.units import format_bytes
 
-__all__ = ["ago", "device_name", "duration", "foreign", "notice", "shares", "short_id", "waiting"]
+__all__ = ["ago", "device_name", "duration", "foreign", "in_order", "memory", "notice", "shares", "short_id", "waiting"]
 
 _BOARDS = frozenset({DeviceKind.CUDA, DeviceKind.ROCM, DeviceKind.METAL})
 _MOST_HOLDERS = 4
@@ -45,24 +46,38 @@ def duration(seconds: float) -> str:
 
 def shares(held: Shares, devices: Iterable[Device]) -> str:
     """`20GiB of gpu0`, `20GiB of gpu0 and gpu1`, `20GiB of gpu0, 8GiB of cpu`."""
-    names = {device.id: device_name(device) for device in devices}
     by_size: dict[int, list[str]] = {}
-    for device_id, size in held.items():
-        by_size.setdefault(size, []).append(names.get(device_id, device_id))
-    return ", ".join(f"{format_bytes(size)} of {_and(sorted(on))}" for size, on in by_size.items())
+    for name, size in in_order(held, devices):
+        by_size.setdefault(size, []).append(name)
+    return ", ".join(f"{format_bytes(size)} of {_and(on)}" for size, on in by_size.items())
+
+
+def in_order(held: Shares, devices: Iterable[Device]) -> list[tuple[str, int]]:
+    """Names and bytes in the order of the devices; those that are none of them come last."""
+    known = [device for device in sorted(devices, key=lambda device: device.index) if device.id in held]
+    strange = sorted(held.keys() - {device.id for device in known})
+    return [(device_name(device), held[device.id]) for device in known] + [(name, held[name]) for name in strange]
+
+
+def memory(lease: Lease, devices: Iterable[Device]) -> str:
+    """What it holds (`gpu0 12GiB, cpu 8GiB`) or waits for: `wants 8GiB`, `wants 2 x 8GiB`, for where is mostly open."""
+    sizes = set(lease.wants.values())
+    if len(sizes) == 1:
+        times = f"{len(lease.wants)} x " if len(lease.wants) > 1 else ""
+        return f"wants {times}{format_bytes(sizes.pop())}"
+    each = ", ".join(f"{name} {format_bytes(size)}" for name, size in in_order(lease.wants or lease.shares, devices))
+    return f"wants {each}" if lease.wants else each or "-"
 
 
 def waiting(snapshot: Snapshot, lease: Lease, options: Sequence[Shares]) -> str:
-    """Why a lease is not granted yet: its place, what it wants, what is free of that, and who holds the rest.
-
-    Of several options the one that lacks the least is told of.
-    """
+    """Why a lease is not granted yet: its place, what it wants, what is free of that, and who holds the rest."""
     free = {use.device.id: use.free_bytes for use in snapshot.devices}
     option = min(options, key=lambda option: _lacking(option, free))
-    uses = [use for use in snapshot.devices if use.device.id in option]
+    eligible = {device_id: size for option in options for device_id, size in option.items()}
+    uses = [use for use in snapshot.devices if use.device.id in eligible]
     queue = [other for other in snapshot.leases if other.state is LeaseState.QUEUED]
     place = next((other.position for other in queue if other.id == lease.id), lease.position)
-    parts = [f"position {place} of {max(len(queue), place or 1)}", _wanted(option, uses)]
+    parts = [f"position {place} of {max(len(queue), place or 1)}", _wanted(eligible, len(option), uses)]
     if held := _holders(snapshot.leases, uses):
         parts.append(f"held by {held}")
     if _lacking(option, free) == 0 and (
@@ -75,7 +90,7 @@ def waiting(snapshot: Snapshot, lease: Lease, options: Sequence[Shares]) -> str:
 def foreign(uses: Iterable[DeviceUse]) -> list[str]:
     """One line per process that uses a device without a lease."""
     return [
-        f"{device_name(use.device)}: {found.name or 'a process'} (pid {found.pid}) uses "
+        f"{device_name(use.device)}: {printable(found.name) or 'a process'} (pid {found.pid}) uses "
         f"{'an unknown amount' if found.bytes is None else format_bytes(found.bytes)} without a lease"
         for use in uses
         for found in use.foreign_pids
@@ -90,8 +105,11 @@ def notice(told: Notice) -> str:
     return f"{who} wants this memory back in {max(0.0, told.left_s):.0f} s"
 
 
-def _wanted(option: Shares, uses: Sequence[DeviceUse]) -> str:
+def _wanted(option: Shares, count: int, uses: Sequence[DeviceUse]) -> str:
+    """What is wanted of `count` of these devices."""
     sizes = set(option.values())
+    if count < len(uses):
+        return _wanted_of_some(option, count, uses)
     if len(uses) == 1 or len(sizes) > 1:
         return ", ".join(
             f"{format_bytes(option[use.device.id])} of {device_name(use.device)} wanted, {_free(use)} free"
@@ -99,6 +117,20 @@ def _wanted(option: Shares, uses: Sequence[DeviceUse]) -> str:
         )
     free = _and([f"{device_name(use.device)} ({_free(use)} free)" for use in uses])
     return f"{format_bytes(sizes.pop())} wanted on each of {free}"
+
+
+def _wanted_of_some(option: Shares, count: int, uses: Sequence[DeviceUse]) -> str:
+    names = [device_name(use.device) for use in uses]
+    sizes = set(option.values())
+    if len(sizes) > 1:  # all of each, whatever its size
+        each = ", ".join(
+            f"{format_bytes(option[use.device.id])} of {name} ({_free(use)} free)"
+            for use, name in zip(uses, names, strict=True)
+        )
+        return f"{'one' if count == 1 else count} of {each} wanted"
+    some = f"one of {', '.join(names)}" if count == 1 else f"each of {count} of {', '.join(names)}"
+    most = format_bytes(max(0, sorted((use.free_bytes for use in uses), reverse=True)[count - 1]))
+    return f"{format_bytes(sizes.pop())} of {some} wanted, at most {most} free{'' if count == 1 else ' on each'}"
 
 
 def _free(use: DeviceUse) -> str:
@@ -118,8 +150,9 @@ def _holders(leases: Iterable[Lease], uses: Sequence[DeviceUse]) -> str:
             held.append((size, f"{lease.holder} {format_bytes(size)}{_remark(lease)}"))
     for use in uses:
         held += [
-            (found.bytes or 0, f"{found.name or 'pid'} ({found.pid}, no lease) {format_bytes(found.bytes or 0)}")
+            (size, f"{printable(found.name) or 'pid'} ({found.pid}, no lease) {format_bytes(size)}")
             for found in use.foreign_pids
+            for size in (found.bytes or 0,)
         ]
         rest = use.foreign_bytes - sum(found.bytes or 0 for found in use.foreign_pids)
         for size, what in (

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from gpuboss.errors import DeviceError
-from gpuboss.units import MIB, format_bytes, parse_bytes
+from gpuboss.units import MIB, format_bytes, parse_memory
 
 __all__ = [
     "DEFAULT_RESERVE_BYTES",
@@ -148,7 +148,7 @@ def parse_devices(text: str) -> tuple[DeviceSpec, ...]:
         if not equals or not name:
             raise DeviceError(f'device {part!r} is not understood: write it like "sim0=8GiB,sim1=24GiB"')
         try:
-            specs.append(DeviceSpec(name, DeviceKind.CPU if name == "cpu" else DeviceKind.SIM, parse_bytes(size)))
+            specs.append(DeviceSpec(name, DeviceKind.CPU if name == "cpu" else DeviceKind.SIM, parse_memory(size)))
         except ValueError as error:
             raise DeviceError(f"device {name!r}: {error}") from error
     return check_specs(specs)

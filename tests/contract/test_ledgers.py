@@ -241,18 +241,21 @@ async def test_all_devices_or_none_and_what_a_waiter_wants_is_kept_for_it(world:
     first = await world.ledger.acquire(ask(60, "sim0"))
     gang = await world.ledger.acquire(ask({"sim0": 80, "sim1": 80}))
     assert (gang.state, gang.shares) == (LeaseState.QUEUED, {})
+    assert gang.wants == {"sim0": 80 * MIB, "sim1": 80 * MIB}
     small = await world.ledger.acquire(ask(30, "sim0"))
     other = await world.ledger.acquire(ask(30, "sim1"))
     assert {small.state, other.state} == {LeaseState.QUEUED}, "both want a device that the gang waits for"
     await world.ledger.release(first)
     async with asyncio.timeout(10):
-        assert (await world.ledger.wait_granted(gang)).shares == {"sim0": 80 * MIB, "sim1": 80 * MIB}
+        granted = await world.ledger.wait_granted(gang)
+    assert (granted.shares, granted.wants) == (gang.wants, {})
     assert await world.state_of(small) is LeaseState.QUEUED
 
 
 async def test_who_waits_may_ask_for_less_and_keeps_its_place(world: World) -> None:
     await world.ledger.acquire(ask(60))
     big, behind = await world.ledger.acquire(ask(100)), await world.ledger.acquire(ask(10))
+    assert (await world.ledger.resize(big, [{"sim0": 90 * MIB}])).wants == {"sim0": 90 * MIB}
     resized = await world.ledger.resize(big, [{"sim0": 30 * MIB}])
     assert (resized.state, resized.order) == (LeaseState.GRANTED, big.order)
     async with asyncio.timeout(10):

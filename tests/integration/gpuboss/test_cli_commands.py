@@ -7,13 +7,17 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TextIO
 
 import pytest
 
+from gpuboss import processes
 from gpuboss.client import Client
+from gpuboss.leases import HolderKind
 from tests.integration.gpuboss.cli_kit import GPUBOSS, Run, environment, gpuboss, leases, runs
 from tests.integration.gpuboss.keeper_harness import MIB, ROOT, LedgerUnderTest, ask, gone
 from tests.integration.gpuboss.terminals import screen
@@ -117,8 +121,13 @@ async def test_an_adopted_process_holds_until_it_ends(ledger: LedgerUnderTest, c
         )
         await client.sweep()
         assert not await _over(client, lease.id), "this command is gone, the process lives"
+        (shown,) = await asyncio.to_thread(leases, ledger)
+        assert shown["pid"] == process.pid, "not the command that asked for it"
         said = await asyncio.to_thread(lambda: gpuboss(ledger, *words, code=77))
-        assert "under lease" in said
+        assert f"process {process.pid} is under lease {lease.id[:12]} already" in said
+        said = await asyncio.to_thread(lambda: gpuboss(ledger, "adopt", "--pid", str(os.getpid()), code=77))
+        below = f"process {process.pid} (sleep), which descends from process {os.getpid()},"
+        assert f"{below} is under lease {lease.id[:12]} already" in said
     await until(lambda: _over(client, lease.id), "the lease to be freed with its process")
 
 
@@ -136,6 +145,41 @@ def test_what_cannot_be_adopted(ledger: LedgerUnderTest, arguments: list[str], c
         assert words in gpuboss(ledger, "adopt", "--pid", str(process.pid), *arguments, code=code)
 
 
+def test_the_ledgers_own_processes_are_not_adopted(ledger: LedgerUnderTest) -> None:
+    keeper = ledger.keeper_pid
+    assert keeper is not None
+    store = json.loads((ledger.state.root / "store.pid").read_text())["pid"]
+    for pid in (keeper, store):
+        words = ["adopt", "--pid", str(pid), "--vram", "10MiB", "--device", "sim0"]
+        assert f"process {pid} is the ledger's own" in gpuboss(ledger, *words, code=77)
+
+
+async def test_a_process_may_be_called_anything(ledger: LedgerUnderTest, client: Client) -> None:
+    words = "import pathlib, time; pathlib.Path('/proc/self/comm').write_text('a\\nb\\x1b[31m'); time.sleep(600)"
+    with sleeper(sys.executable, "-c", words) as process:
+        wait_until(lambda: processes.name_of(process.pid) == "a\nb\x1b[31m", "its name")
+        adopt = ["adopt", "--pid", str(process.pid), "--vram", "30MiB", "--device", "sim0"]
+        said = await asyncio.to_thread(gpuboss, ledger, *adopt)
+        assert said.startswith("service:a?b?[31m has 30MiB of sim0")
+        (lease,) = (await client.snapshot()).leases
+        said = await asyncio.to_thread(lambda: gpuboss(ledger, "release", lease.id, "--force", code=77))
+        assert r"write_text('a\nb\x1b[31m')" in said
+    await until(lambda: _over(client, lease.id), "the lease to be freed with its process")
+
+
+async def test_a_question_shows_what_would_be_ended_as_it_is(ledger: LedgerUnderTest, client: Client) -> None:
+    with sleeper("sh", "-c", "sleep 600 # \x1b[2K\rinnocent") as process:
+        adopt = ["adopt", "--pid", str(process.pid), "--vram", "30MiB", "--device", "sim0", "--name", "mean"]
+        await asyncio.to_thread(gpuboss, ledger, *adopt)
+        said = await asyncio.to_thread(lambda: gpuboss(ledger, "release", "mean", "--force", code=77))
+    assert r"sh -c sleep 600 # \x1b[2K\rinnocent" in said
+    await until(lambda: _is_empty(client), "the lease to be freed with its process")
+
+
+async def _is_empty(client: Client) -> bool:
+    return not (await client.snapshot()).leases
+
+
 def test_a_process_that_is_not_there_is_not_adopted(ledger: LedgerUnderTest) -> None:
     with sleeper() as process:
         pass
@@ -148,8 +192,40 @@ async def test_a_full_device_is_no_hindrance_to_wait_in_vain(ledger: LedgerUnder
         words = ["adopt", "--pid", str(process.pid), "--vram", "30MiB", "--device", "sim0"]
         said = await asyncio.to_thread(lambda: gpuboss(ledger, *words, code=75))
     assert "30MiB of sim0 wanted" in said
-    assert "sim0 has 10MiB free" in said
+    assert "sim0 has 10MiB free; held by job:test 90MiB" in said
     assert [lease.id for lease in (await client.snapshot()).leases] == [held.id]
+    await client.release(held)
+
+
+async def test_an_adopted_process_is_not_asked_for_it_would_not_hear(ledger: LedgerUnderTest, client: Client) -> None:
+    with sleeper() as process:
+        words = ["--vram", "30MiB", "--device", "sim0", "--name", "comfyui", "--json"]
+        adopted = json.loads(await asyncio.to_thread(gpuboss, ledger, "adopt", "--pid", str(process.pid), *words))
+        assert adopted["pid"] == process.pid
+        said = await asyncio.to_thread(lambda: gpuboss(ledger, "release", "comfyui", code=77))
+        assert "service:comfyui is adopted: an adopted process cannot be asked to yield; --force ends it" in said
+        (lease,) = (await client.snapshot()).leases
+        assert (lease.id, lease.notice) == (adopted["id"], None), "nothing has changed"
+        assert process.poll() is None
+        await asyncio.to_thread(gpuboss, ledger, "release", "comfyui", "--force", "--yes")
+        assert process.wait(10) == -signal.SIGTERM
+    assert await _over(client, lease.id)
+
+
+async def test_a_service_that_asked_for_itself_is_asked(ledger: LedgerUnderTest, client: Client) -> None:
+    held = await client.acquire(replace(ask(holder="service:detector"), kind=HolderKind.SERVICE))
+    held = await client.activate(held)
+    said = await asyncio.to_thread(gpuboss, ledger, "release", "detector")
+    assert "service:detector is asked to give back" in said
+    await client.release(held)
+
+
+async def test_a_lease_held_by_word_has_no_process(ledger: LedgerUnderTest, client: Client) -> None:
+    held = await client.activate(await client.acquire(replace(ask(), ttl_s=60.0)), by_word=True)
+    (shown,) = await asyncio.to_thread(leases, ledger)
+    assert shown["pid"] is None
+    row = (await asyncio.to_thread(gpuboss, ledger, "ps")).splitlines()[1].split()
+    assert row[5] == "-"
     await client.release(held)
 
 
@@ -171,7 +247,7 @@ def test_a_holder_is_asked_to_yield(ledger: LedgerUnderTest, run: Run) -> None:
     code, said = run.wait()
     assert code == 79
     assert "(gpuboss release) wants this memory back in 30 s" in said
-    assert [name for _, name in run.heard()][0:1] == ["SIGTERM"]
+    assert "SIGTERM" in [name for _, name in run.heard()]
     wait_until(lambda: not leases(ledger), "the lease to be given back")
 
 
@@ -180,6 +256,15 @@ def test_a_person_may_shorten_the_grace(ledger: LedgerUnderTest, run: Run) -> No
     code, said = run.wait()
     assert code == 79
     assert "SIGKILL in 0 s" in said or "SIGKILL in 1 s" in said
+
+
+def test_the_commands_own_grace_is_also_for_a_person(ledger: LedgerUnderTest) -> None:
+    """Also of one that is not pre-emptible by waiters: --grace means something without --preemptible."""
+    with runs(ledger) as make:
+        one: Run = make("--vram", "100MiB", "--device", "sim0", "--name", "sft-12", "--grace", "7s")
+        assert one.told
+        assert "within 7 s" in gpuboss(ledger, "release", "sft-12")
+        assert "SIGKILL in 7 s" in one.wait()[1]
 
 
 def test_a_second_request_may_shorten_the_grace_of_the_first(ledger: LedgerUnderTest) -> None:
@@ -226,6 +311,10 @@ async def test_a_lease_must_be_named_well(ledger: LedgerUnderTest, client: Clien
     assert f"{second.id[:12]} (job:test)" in said
     said = await asyncio.to_thread(lambda: gpuboss(ledger, "release", "nothing", code=1))
     assert "there is no lease 'nothing'" in said
+    said = await asyncio.to_thread(lambda: gpuboss(ledger, "release", "test", code=1))
+    assert "'test' may be any of" in said, "a name without its kind, if it is only one's"
+    await asyncio.to_thread(lambda: gpuboss(ledger, "release", "", code=2))
+    assert all(lease.notice is None for lease in (await client.snapshot()).leases)
 
 
 # -- node, doctor, events --------------------------------------------------------------------------------------------

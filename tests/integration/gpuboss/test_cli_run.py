@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from gpuboss.client import Client
 from gpuboss.leases import Lease
 from gpuboss.node_ledger import NodeLedger
 from tests.integration.gpuboss.cli_kit import GPUBOSS, Run, environment, gpuboss, runs
-from tests.integration.gpuboss.keeper_harness import MIB, ROOT, LedgerUnderTest, ask, gone, read_proc
+from tests.integration.gpuboss.keeper_harness import MIB, ROOT, LedgerUnderTest, ask, gone, ledger_in, read_proc
 from tests.support import until, wait_until
 
 HALF = ("--vram", "50MiB", "--device", "sim0")
@@ -195,8 +196,47 @@ async def test_a_wait_in_vain_is_75_and_says_who_holds_what(client: Client, star
     assert code == 75
     for words in ("job:late", "50MiB", "30MiB free", "slot:robin 70MiB"):
         assert words in said
+    assert ("cannot be granted at once" if wait == "0" else "was not granted within 0.3 s") in said
     assert [lease.id for lease in (await client.snapshot()).leases] == [held.id], "it has left the queue"
     await client.release(held)
+
+
+async def test_who_waits_for_any_device_is_told_of_all(client: Client, start: Start) -> None:
+    held = await client.acquire(replace(ask(), options=({"sim0": 70 * MIB, "sim1": 80 * MIB},)))
+    run = start("--vram", "50MiB", exit=0)
+    await _queued(client)
+    stderr = run.process.stderr
+    assert stderr is not None
+    first = await asyncio.to_thread(stderr.readline)
+    assert "50MiB of one of sim0, sim1 wanted, at most 30MiB free; held by job:test 150MiB" in first
+    await client.release(held)
+    assert (await asyncio.to_thread(run.wait))[0] == 0
+
+
+async def test_who_is_taken_out_of_the_queue_is_told_so(ledger: LedgerUnderTest, client: Client, start: Start) -> None:
+    held = await client.acquire(ask())
+    run = start(*HALF, "--name", "w1", "--quiet")
+    await _queued(client)
+    await asyncio.to_thread(gpuboss, ledger, "release", "w1")
+    code, said = await asyncio.to_thread(run.wait)
+    assert (code, said) == (77, "gpuboss: job:w1 was taken out of the queue (gpuboss release)\n")
+    assert not run.began
+    await client.release(held)
+
+
+async def test_host_memory_in_a_gpus_place_is_told_unless_it_was_declared(tmp_dir: Path) -> None:
+    ledger = ledger_in(tmp_dir / "cpu", "cpu=100MiB")
+    words = [*GPUBOSS, "run", "--quiet", "--vram", "50MiB", "--", "true"]
+    try:
+        async with await Client.connect(ledger.settings, name="test"):
+            for declared, says in (("cpu=100MiB", ""), ("", "50MiB of host memory (cpu) is leased instead")):
+                around = environment(ledger, GPUBOSS_DEVICES=declared)
+                options = {"capture_output": True, "text": True, "cwd": ROOT, "env": around, "timeout": 60}
+                done = await asyncio.to_thread(subprocess.run, words, **options)
+                assert done.returncode == 0, done
+                assert says in done.stderr if says else not done.stderr
+    finally:
+        ledger.clean_up()
 
 
 def test_more_than_there_is_is_refused_at_once(ledger: LedgerUnderTest) -> None:

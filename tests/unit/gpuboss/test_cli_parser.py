@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from gpuboss import errors
 from gpuboss.cli import exits
-from gpuboss.cli.exits import EXIT_CODES, Exit, exit_of
+from gpuboss.cli.exits import Exit, exit_codes, exit_of
 from gpuboss.cli.parser import COMMANDS, parse
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,7 +43,7 @@ def test_the_command_may_follow_without_a_mark() -> None:
     [("TERM", signal.SIGTERM), ("sigusr1", signal.SIGUSR1), ("12", signal.SIGUSR2)],
 )
 def test_signals_by_name_and_number(word: str, number: int) -> None:
-    assert parse(["run", "--vram", "1", "--preempt-signal", word, "--", "true"]).preempt_signal == number
+    assert parse(["run", "--vram", "1GiB", "--preempt-signal", word, "--", "true"]).preempt_signal == number
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,7 @@ def test_signals_by_name_and_number(word: str, number: int) -> None:
         ("adopt", "--pid"),
         ("adopt --pid x", "no number above 0"),
         ("release", "ID"),
+        ("release ''", "names no lease"),
         ("completion tcsh", "bash"),
     ],
 )
@@ -71,7 +73,7 @@ def test_wrong_usage_is_2_and_says_what_is_right(
     arguments: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        parse(arguments.split())
+        parse(shlex.split(arguments))
     assert ended.value.code == Exit.USAGE
     said = capsys.readouterr().err
     assert words in said
@@ -86,13 +88,26 @@ def test_every_help_has_examples_and_exit_codes(command: str, capsys: pytest.Cap
     said = capsys.readouterr().out
     assert "examples:\n" in said
     assert f"  gpuboss {command}".rstrip() in said
-    assert EXIT_CODES in said
+    assert exit_codes(command or None) in said
     assert all(len(line) <= 120 for line in said.splitlines())
 
 
 def test_every_exit_code_is_explained() -> None:
-    told = {int(line.split()[0]) for line in EXIT_CODES.splitlines()[1:]}
-    assert told == set(map(int, Exit))
+    assert _codes(None) == set(map(int, Exit))
+    assert set().union(*map(_codes, COMMANDS)) == set(map(int, Exit))
+
+
+def test_a_command_is_told_its_own_exit_codes() -> None:
+    assert _codes("completion") == {0, 2, 71}
+    assert _codes("release") == {0, 1, 2, 69, 71, 77, 78}
+    assert _codes("run") == set(map(int, Exit)) - {1}
+    assert "0    the command's own exit code" in exit_codes("run")
+    assert "0    done\n       run: the command's own exit code" in exit_codes()
+
+
+def _codes(command: str | None) -> set[int]:
+    begins = [line[:7].strip() for line in exit_codes(command).splitlines()[1:]]
+    return {int(number) for number in begins if number}
 
 
 def test_every_error_has_an_exit_code() -> None:

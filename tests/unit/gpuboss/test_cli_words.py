@@ -8,6 +8,7 @@ import pytest
 
 from gpuboss.cli import words
 from gpuboss.cli.run import job_name
+from gpuboss.cli.speech import escaped
 from gpuboss.devices import Device, DeviceKind
 from gpuboss.identity import ProcessIdentity
 from gpuboss.leases import (
@@ -24,7 +25,7 @@ from gpuboss.leases import (
 
 GIB = 1 << 30
 GPUS = [Device(f"GPU-{n}", DeviceKind.CUDA, "NVIDIA", n, 24 * GIB, 0, measured=True) for n in range(2)]
-SIM = Device("sim0", DeviceKind.SIM, "simulated device", 0, 24 * GIB, 0, measured=False)
+SIM = Device("sim0", DeviceKind.SIM, "simulated device", 2, 24 * GIB, 0, measured=False)
 
 
 def use(device: Device, free: int, **more: object) -> DeviceUse:
@@ -58,11 +59,27 @@ def test_a_waiter_is_told_its_place_the_numbers_and_the_holders() -> None:
     )
 
 
-def test_of_several_options_the_nearest_is_told() -> None:
+def test_where_any_device_would_do_all_are_told_with_their_holders() -> None:
     mine = lease("job:late", position=1)
-    snapshot = Snapshot(1, (use(GPUS[0], 2), use(GPUS[1], 12)), (lease("job:a", {"GPU-1": 12}), mine))
-    options = [{"GPU-0": 20 * GIB}, {"GPU-1": 20 * GIB}]
-    assert "20GiB of gpu1 wanted, 12GiB free; held by job:a 12GiB" in words.waiting(snapshot, mine, options)
+    held = (lease("job:a", {"GPU-1": 12}), lease("job:b", {"GPU-0": 22}))
+    snapshot = Snapshot(1, (use(GPUS[0], 2), use(GPUS[1], 12)), (*held, mine))
+    options = [{"GPU-1": 20 * GIB}, {"GPU-0": 20 * GIB}]
+    assert words.waiting(snapshot, mine, options) == (
+        "position 1 of 1; 20GiB of one of gpu0, gpu1 wanted, at most 12GiB free; held by job:b 22GiB, job:a 12GiB"
+    )
+    whole = [{"GPU-1": 24 * GIB}, {"GPU-0": 23 * GIB}]
+    assert "; one of 23GiB of gpu0 (2GiB free), 24GiB of gpu1 (12GiB free) wanted; held by" in words.waiting(
+        snapshot, mine, whole
+    )
+
+
+def test_where_several_of_more_would_do_the_number_is_told() -> None:
+    sims = [Device(f"sim{n}", DeviceKind.SIM, "simulated device", n, 24 * GIB, 0, measured=False) for n in range(3)]
+    mine = lease("job:late", position=1)
+    snapshot = Snapshot(1, tuple(use(sim, free) for sim, free in zip(sims, (8, 0, 2), strict=True)), (mine,))
+    options = [dict.fromkeys(pair, 6 * GIB) for pair in (("sim0", "sim2"), ("sim0", "sim1"), ("sim1", "sim2"))]
+    said = words.waiting(snapshot, mine, options)
+    assert said == "position 1 of 1; 6GiB of each of 2 of sim0, sim1, sim2 wanted, at most 2GiB free on each"
 
 
 def test_a_gang_is_told_of_each_device() -> None:
@@ -136,8 +153,33 @@ def test_a_job_has_a_name_of_its_own(command: list[str], name: str) -> None:
     assert job_name(command) == name
 
 
+def test_a_name_that_a_stranger_chose_writes_nothing_else_to_the_terminal() -> None:
+    mean = use(GPUS[0], 2, foreign_bytes=GIB, foreign_pids=(ForeignUse(7, "a\nb\x1b[31m", GIB),))
+    assert words.foreign([mean]) == ["gpu0: a?b?[31m (pid 7) uses 1GiB without a lease"]
+    mine = lease("job:late", position=1)
+    assert "held by a?b?[31m (7, no lease) 1GiB" in words.waiting(Snapshot(1, (mean,), (mine,)), mine, [{"GPU-0": 9}])
+    assert escaped("sh -c a\nb\x1b[2K\u202e日本") == "sh -c a\\nb\\x1b[2K\\u202e日本"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ({"GPU-0": 8}, "wants 8GiB"),
+        ({"GPU-0": 8, "GPU-1": 8}, "wants 2 x 8GiB"),
+        ({"sim0": 8, "GPU-1": 24}, "wants gpu1 24GiB, sim0 8GiB"),
+    ],
+)
+def test_a_waiter_is_shown_with_what_it_wants(wanted: dict[str, int], told: str) -> None:
+    late = lease("job:late", position=1, wants={device: size * GIB for device, size in wanted.items()})
+    assert words.memory(late, [*GPUS, SIM]) == told
+
+
 def test_shares_and_ages() -> None:
+    assert words.memory(lease("job:a", {"sim0": 1, "GPU-1": 2}), [*GPUS, SIM]) == "gpu1 2GiB, sim0 1GiB"
+    assert words.memory(lease("job:new", position=1), GPUS) == "-"
     assert words.shares({"GPU-0": 20 * GIB, "GPU-1": 20 * GIB}, GPUS) == "20GiB of gpu0 and gpu1"
-    assert words.shares({"GPU-0": 20 * GIB, "sim0": GIB}, [*GPUS, SIM]) == "20GiB of gpu0, 1GiB of sim0"
+    assert words.shares({"sim0": GIB, "GPU-0": 20 * GIB}, [*GPUS, SIM]) == "20GiB of gpu0, 1GiB of sim0"
+    tenth = Device("GPU-0a", DeviceKind.CUDA, "NVIDIA", 10, 24 * GIB, 0, measured=True)
+    assert words.shares({"GPU-0a": GIB, "GPU-1": GIB, "x": GIB}, [tenth, *GPUS]) == "1GiB of gpu1, gpu10 and x"
     assert [words.duration(s) for s in (-3, 0.4, 59, 61, 7300, 200_000)] == ["0s", "0s", "59s", "1m", "2h", "2d"]
     assert words.ago(int((time.time() - 90) * 1000)) == "1m"

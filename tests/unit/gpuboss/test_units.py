@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboss.units import GIB, KIB, MIB, TIB, format_bytes, parse_bytes, parse_duration
+from gpuboss.units import GIB, KIB, MIB, TIB, format_bytes, parse_bytes, parse_duration, parse_memory
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,16 @@ from gpuboss.units import GIB, KIB, MIB, TIB, format_bytes, parse_bytes, parse_d
 )
 def test_sizes_people_write_are_understood(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"), [("20", "20GiB"), (20, "20GiB"), ("1.5KiB", "1.5GiB"), (1048575, "1048575GiB")]
+)
+def test_an_amount_of_memory_without_its_unit_is_found_out(value: str | int, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"did you mean {meant}"):
+        parse_memory(value)
+    assert parse_memory("1MiB") == parse_memory(MIB) == MIB
+    assert parse_memory("0") == 0
 
 
 @pytest.mark.parametrize(
