@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from gpuboss.devices import parse_devices
-from gpuboss.identity import ProcessIdentity
 from gpuboss.leases import HolderKind, Lease, LeaseRequest, new_request_id
 from gpuboss.settings import LedgerSettings, Timings
 from gpuboss.state_dir import StateDir
@@ -238,7 +237,6 @@ def descriptors() -> set[str]:
 def gone(pid: int) -> bool:
     """Whether there is no such process, or only its zombie."""
     try:
-        ProcessIdentity.of(pid)
-    except ProcessLookupError:
+        return read_proc(pid, "stat").rpartition(b")")[2].split()[0] == b"Z"
+    except (FileNotFoundError, ProcessLookupError):
         return True
-    return read_proc(pid, "stat").rpartition(b")")[2].split()[0] == b"Z"
