@@ -1,7 +1,7 @@
 """Parts of a test as other users of this host.
 
-By forks, and not by other interpreters: those users may not be able to reach the interpreter's files. So everything
-that such a part needs is imported before.
+By forks, and not by other interpreters: those users may not be able to reach the interpreter's files, nor ours. So
+everything that such a part needs is imported and read before.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ import gpuboss.node_watch
 import gpuboss.probing
 import gpuboss.store  # noqa: F401
 from gpuboss import errors, keeper_start
+from gpuboss.scripts import Script, source
 
 __all__ = ["Somebody", "needs_root"]
+
+for _script in Script:
+    source(_script)
 
 Say = Callable[[object], None]
 """Tells the test something that JSON can hold."""
