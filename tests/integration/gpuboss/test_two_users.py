@@ -25,7 +25,8 @@ from tests.integration.gpuboss import users
 from tests.integration.gpuboss.keeper_harness import MIB, QUICK, ask
 from tests.integration.gpuboss.users import Say, Somebody
 
-pytestmark = pytest.mark.skipif(users.needs_root(), reason="only root can be two users")
+_WHY_NOT = users.why_not()
+pytestmark = pytest.mark.skipif(_WHY_NOT != "", reason=_WHY_NOT)
 
 ROBIN, WREN, STRANGER, GROUP = 12345, 65534, 4711, 4242
 CARD = Device("GPU-two-users", DeviceKind.CUDA, "Test card", 0, 100 * MIB, 0, measured=True)

@@ -29,8 +29,9 @@ import gpuboss.probing
 import gpuboss.store  # noqa: F401
 from gpuboss import errors, keeper_start
 from gpuboss.scripts import Script, source
+from gpuboss.server import find_server
 
-__all__ = ["Somebody", "needs_root"]
+__all__ = ["Somebody", "why_not"]
 
 for _script in Script:
     source(_script)
@@ -39,8 +40,14 @@ Say = Callable[[object], None]
 """Tells the test something that JSON can hold."""
 
 
-def needs_root() -> bool:
-    return os.geteuid() != 0
+def why_not() -> str:
+    """Why there cannot be several users here; empty where there can."""
+    if os.geteuid() != 0:
+        return "only root can be two users"
+    server = find_server().resolve()
+    if not all(folder.stat().st_mode & 0o001 for folder in server.parents):
+        return f"other users cannot reach {server}"
+    return ""
 
 
 class Somebody:
