@@ -9,41 +9,15 @@ import platform
 import shutil
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 from importlib.metadata import version
 
 from coordinator.config_files import Loaded
 from coordinator.settings import Settings
+from gpuboss.cli.findings import LITTLE_DISK_BYTES, Finding, Verdict
 from gpuboss.devices import Device, DeviceKind, Probe, discover
 from gpuboss.errors import GpubossError, StoreUnfit
 from gpuboss.store_url import shown
 from gpuboss.units import format_bytes
-
-LITTLE_DISK_BYTES = 200 << 20
-"""Less free space than this in the state directory is worth a warning."""
-
-
-class Verdict(StrEnum):
-    """What a finding means."""
-
-    OK = "ok"
-    """As it should be."""
-    WARNING = "warning"
-    """Works, but somebody should know."""
-    BROKEN = "broken"
-    """Does not work until the remedy is applied."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the doctor's."""
-
-    check: str
-    verdict: Verdict
-    text: str
-    remedy: str | None = None
-    """What to do; None when nothing is to be done, or when the text says it."""
 
 
 def check_program() -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from coordinator.cli.link import ConfigOption, JsonOption
 from coordinator.cli.output import ExitCode, print_json
 
 if TYPE_CHECKING:
-    from coordinator.cli.checks import Finding
+    from gpuboss.cli.findings import Finding
 
 _COLOURS = {"ok": "green", "warning": "yellow", "broken": "red"}
 
@@ -44,13 +44,14 @@ def examine(config: Path | None) -> Iterator[Finding]:
     """Run every check; with a broken configuration, those that can do without one."""
     from coordinator.cli import checks
     from coordinator.config_files import BadInput, load_settings
+    from gpuboss.cli.findings import Finding, Verdict
 
     yield from checks.check_program()
     try:
         loaded = load_settings(config)
     except BadInput as error:
         for problem in error.problems:
-            yield checks.Finding("config", checks.Verdict.BROKEN, str(problem))
+            yield Finding("config", Verdict.BROKEN, str(problem))
         return
     yield from checks.check_config(loaded)
     for check in (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import enum
 import grp
 import importlib.util
 import os
@@ -17,11 +16,11 @@ import pwd
 import shutil
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from gpuboss import errors
 from gpuboss.cli import words
+from gpuboss.cli.findings import LITTLE_DISK_BYTES, Finding, Verdict
 from gpuboss.cli.node import Node, look
 from gpuboss.cli.output import connect, settings_of
 from gpuboss.cli.parser import own_version
@@ -33,33 +32,9 @@ from gpuboss.state_dir import STATE_DIR_VARIABLE, SYSTEM_DIR, StateDir
 from gpuboss.store_url import shown
 from gpuboss.units import format_bytes
 
-__all__ = ["Finding", "Verdict", "examine"]
+__all__ = ["examine"]
 
-_LITTLE_DISK_BYTES = 200 << 20
-"""Less free space than this in the state directory is worth a warning."""
 _NVIDIA_CONTROL = Path("/dev/nvidiactl")
-
-
-class Verdict(enum.StrEnum):
-    """What a finding means."""
-
-    OK = "ok"
-    """As it should be."""
-    WARNING = "warning"
-    """Works, but somebody should know."""
-    BROKEN = "broken"
-    """Does not work until the remedy is applied."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the doctor's."""
-
-    check: str
-    verdict: Verdict
-    text: str
-    remedy: str | None = None
-    """What to do; None when nothing is to be done, or the text says it."""
 
 
 def examine(told: argparse.Namespace) -> Iterator[Finding]:
@@ -113,7 +88,7 @@ def _state(state: StateDir) -> Iterator[Finding]:
     free = shutil.disk_usage(state.root).free
     shared = state.root.stat().st_mode & 0o2020 == 0o2020
     whose = f"shared by the group {_group(state.root)}" if shared else "of this user alone"
-    if free < _LITTLE_DISK_BYTES:
+    if free < LITTLE_DISK_BYTES:
         text = f"{state.root}: the disk has {format_bytes(free)} left"
         yield Finding("state", Verdict.WARNING, text, f"make room, or set {STATE_DIR_VARIABLE} to another disk")
     else:

@@ -7,8 +7,9 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 
-from gpuboss.cli.checks import Finding, Verdict, examine
+from gpuboss.cli.checks import examine
 from gpuboss.cli.exits import Exit
+from gpuboss.cli.findings import Finding, Verdict
 from gpuboss.cli.output import print_json
 
 __all__ = ["doctor"]

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.cli import app, checks
-from coordinator.cli.checks import Finding, Verdict
 from coordinator.config_files import load_settings
 from coordinator.settings import Settings
+from gpuboss.cli.findings import Finding, Verdict
 from gpuboss.errors import DeviceError
 from inference.engines import accelerator
 from inference.engines.accelerator import Accelerator, Choice
