@@ -13,24 +13,25 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 from gpuboss import errors
-from gpuboss.devices import DeviceKind
 from gpuboss.entries import Entries
 from gpuboss.identity import ProcessIdentity
 from gpuboss.keeper_link import KeeperLink
 from gpuboss.lease_calls import LeaseCalls, Renewed, fenced, stale
 from gpuboss.lease_wire import ask_for, explain_shortage, lease_from, options_told
 from gpuboss.leases import OVER, Fence, Lease, LeaseRequest, LeaseState, Shares
+from gpuboss.ledger_rows import Ground, SharePeak
 from gpuboss.scripts import Script
 from gpuboss.settings import LedgerSettings, Timings
 from gpuboss.state_dir import StateDir
 from gpuboss.store import Reply, Store
 from gpuboss.waiting import Asking, WaitingRoom
 from gpuboss.watching import LedgerEvent, LedgerWatch, Lookout, Tell
+from gpuboss.wire import process_to_wire
 
 __all__ = ["Client", "LedgerEvent", "LedgerSettings", "LedgerWatch", "Renewed"]
 
@@ -202,6 +203,25 @@ class Client(LeaseCalls):
         self._room.learn(reply["lease"])
         return lease_from(reply["lease"])
 
+    async def take_over(self, lease_id: str, fence: Fence) -> Lease:
+        """Answer from now on for a lease whose asker died and whose holder, another process, lives on.
+
+        It keeps its fence, its class and its notice; repeating it changes nothing. Raises StaleFence when the lease is
+        over or another's, or its holder is out of the node's books; StoreUnavailable; LedgerBusy, LedgerDamaged,
+        StateDirError. After StoreUnavailable the keeper tells the store of it, for the books know already.
+        """
+        await self._do(self.entries.take_over, lease_id, fence, self.owner)
+        owner = json.dumps(process_to_wire(self.owner))
+        told: Reply = {"id": lease_id, "epoch": fence.epoch, "seq": fence.seq, "owner": owner}
+        reply = await self._store.call(Script.TAKE_OVER, told)
+        if reply["status"] == "stale" and "lease" not in reply:
+            await self._link.sweep()  # the keeper tells the store of what its books have
+            reply = await self._store.call(Script.TAKE_OVER, told)
+        if reply["status"] == "stale":
+            state = reply["lease"]["state"] if "lease" in reply else "unknown to the store"
+            raise errors.StaleFence(f"lease {lease_id} is {state}, or granted anew to another: it is not taken over")
+        return lease_from(reply["lease"])
+
     async def enter(self, lease: Lease, process: ProcessIdentity | None, *, own: bool) -> None:
         """The first half of `activate`: the node's books. The keeper tells the store of it at its next beat."""
         asking = self._room.find(lease.id)
@@ -315,6 +335,20 @@ class Client(LeaseCalls):
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
 
+    async def grounds(self, lease_id: str) -> tuple[Ground, ...]:
+        """What the admission of a lease's holder rested on, device by device; empty where none is in this node's books.
+
+        Known from the moment it is entered, a beat before `Lease.grounds` is. Raises LedgerBusy, LedgerDamaged.
+        """
+        return await self._do(self.entries.grounds, lease_id)
+
+    async def peaks(self) -> Mapping[str, tuple[SharePeak, ...]]:
+        """Lease id -> the most its living holder was seen to use on this node, of the devices that are measured.
+
+        Raises LedgerBusy, LedgerDamaged.
+        """
+        return await self._do(self.entries.peaks)
+
     def watch(self) -> LedgerWatch:
         """What happens in the ledger from now on, on all its nodes, event by event; see `LedgerWatch`."""
         return LedgerWatch(self._lookout)
@@ -377,10 +411,8 @@ class Client(LeaseCalls):
         return ask_for(request, self.node, self.owner)
 
     def must_settle(self, shares: Shares) -> bool:
-        """Whether this memory is given back by a driver, in its own time."""
-        return any(
-            device.measured and device.kind is not DeviceKind.CPU for device in self.devices if device.id in shares
-        )
+        """Whether this memory is free only when a reading shows it back."""
+        return any(device.measured for device in self.devices if device.id in shares)
 
     def _hurry(self) -> None:
         self._store.hurry()

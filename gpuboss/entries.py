@@ -17,15 +17,15 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from gpuboss import errors
 from gpuboss.holders import HolderLock
 from gpuboss.identity import ProcessIdentity
-from gpuboss.lease_wire import terms_for
+from gpuboss.lease_wire import terms_for, with_owner
 from gpuboss.leases import Fence, Lease, Shares
-from gpuboss.ledger_rows import LedgerRow
+from gpuboss.ledger_rows import Ground, LedgerRow, SharePeak
 from gpuboss.node_ledger import NodeLedger
 from gpuboss.state_dir import StateDir
 
@@ -225,6 +225,18 @@ class Entries:
             terms = terms_for(lease)
             self._write(lambda ledger: ledger.resize(lease.id, fence.epoch, fence.seq, shares, terms=terms))
 
+    def take_over(self, lease_id: str, fence: Fence, owner: ProcessIdentity) -> None:
+        """Have a row, whoever entered it, say that this process answers for its lease. StaleFence: no such row."""
+
+        def change(ledger: NodeLedger) -> None:
+            row = next((row for row in ledger.rows() if row.lease_id == lease_id), None)
+            if row is None or (row.epoch, row.seq) != (fence.epoch, fence.seq):
+                raise errors.StaleFence(f"lease {lease_id} has no row with {fence}: there is nothing to take over")
+            terms = with_owner(row.terms, owner)
+            ledger.resize(lease_id, fence.epoch, fence.seq, row.shares, terms=terms)
+
+        self._write(change)
+
     def has_row(self, lease: Lease) -> bool:
         """Whether the book has this lease with this fence, whoever entered it."""
         fence = lease.fence
@@ -232,6 +244,14 @@ class Entries:
         return fence is not None and any(
             (row.lease_id, row.epoch, row.seq) == (lease.id, fence.epoch, fence.seq) for row in rows
         )
+
+    def grounds(self, lease_id: str) -> tuple[Ground, ...]:
+        """What the admission of a lease's holder rested on; empty where it has no row."""
+        return self._write(lambda ledger: ledger.grounds()).get(lease_id, ())
+
+    def peaks(self) -> Mapping[str, tuple[SharePeak, ...]]:
+        """By lease, the most that its holder was seen to use."""
+        return self._write(lambda ledger: ledger.peaks())
 
     @property
     def interrupted(self) -> bool:

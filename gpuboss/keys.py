@@ -11,6 +11,7 @@ leases.
     {gb:<pool>}:events      stream  what happened to which lease                       about 10,000 entries
     {gb:<pool>}:details     hash    node -> JSON of what is only shown of its devices  for ever
     {gb:<pool>}:wants       zset    bytes a waiter needs at least -> <y|n>:<lease>     shrinks as waiters leave
+    {gb:<pool>}:learned     hash    profile -> JSON of what its holders took           at most 512 profiles
     {gb:<pool>}:lease:<id>  hash    one lease                                          10 min after it is over
 """
 
@@ -61,6 +62,7 @@ class PoolKeys:
             self.events,
             self._key("details"),
             self._key("wants"),
+            self._key("learned"),
         )
 
     def _key(self, name: str) -> str:

@@ -5,13 +5,14 @@ The part of `gpuboss.client.Client` that needs neither the keeper nor the node's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpuboss import errors
 from gpuboss.devices import Device
 from gpuboss.lease_wire import lease_from, snapshot_from
 from gpuboss.leases import Lease, Snapshot
+from gpuboss.peaks import PeakRecord, record_from
 from gpuboss.scripts import Script
 from gpuboss.store import Reply, Store
 
@@ -62,6 +63,20 @@ class LeaseCalls:
     async def audit(self) -> list[str]:
         """What in the store contradicts itself, added up anew: nothing, or a fault of ours, or somebody's tampering."""
         return list((await self._store.call(Script.AUDIT))["faults"] or ())
+
+    async def learn(self, profile: str, lease: Lease, size_by_kind: Mapping[str, int]) -> PeakRecord:
+        """Keep what a lease's holder was seen to take at most, under a name for all holders like it; by kind of device.
+
+        Telling again of the same lease keeps the larger figures. The latest leases count (5), of the latest profiles
+        (512). Raises StoreUnavailable.
+        """
+        told = {"profile": profile, "id": lease.id, "bytes": dict(size_by_kind)}
+        return record_from((await self._store.call(Script.LEARN, told))["record"])
+
+    async def learned(self) -> tuple[PeakRecord, ...]:
+        """All that was learned. Raises StoreUnavailable."""
+        reply = await self._store.call(Script.LEARNED)
+        return tuple(map(record_from, reply["records"] or ()))
 
     async def renew_many(self, leases: Sequence[Lease]) -> Renewed:
         """`renew` for several at once, in one command; says what became of each. Raises StoreUnavailable."""

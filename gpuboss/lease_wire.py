@@ -26,9 +26,9 @@ from gpuboss.leases import (
     Snapshot,
 )
 from gpuboss.units import format_bytes
-from gpuboss.wire import process_from_wire, process_to_wire
+from gpuboss.wire import grounds_from_wire, process_from_wire, process_to_wire
 
-__all__ = ["ask_for", "explain_shortage", "lease_from", "options_told", "snapshot_from", "terms_for"]
+__all__ = ["ask_for", "explain_shortage", "lease_from", "options_told", "snapshot_from", "terms_for", "with_owner"]
 
 Reply = Mapping[str, Any]
 
@@ -74,6 +74,12 @@ def terms_for(lease: Lease) -> str:
     )
 
 
+def with_owner(terms: str, owner: ProcessIdentity) -> str:
+    """The terms of a row with another owner."""
+    told = json.loads(terms) if terms else {}
+    return json.dumps(told | {"owner": json.dumps(process_to_wire(owner))}, separators=(",", ":"))
+
+
 def lease_from(view: Reply) -> Lease:
     """A script's view of a lease that is not just a memory of one (such have no holder)."""
     shares = json.loads(view["shares"]) if "shares" in view else {}
@@ -99,6 +105,7 @@ def lease_from(view: Reply) -> Lease:
         node=view.get("node", ""),
         revision=view.get("revision", 0),
         reason=view.get("reason", ""),
+        grounds=grounds_from_wire(view["grounds"]) if "grounds" in view else (),
         wants={_local(device): int(size) for device, size in wants.items()},
     )
 

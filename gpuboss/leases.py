@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from gpuboss.devices import Device
 from gpuboss.identity import ProcessIdentity
+from gpuboss.ledger_rows import Ground
 from gpuboss.priority import LEAST_IMPORTANT
 
 __all__ = [
@@ -203,6 +204,9 @@ class Lease:
     reason: str = ""
     """Why it is over though nobody gave it up: "expired" (nobody asked for it or renewed it any more) or "preempted"
     (one that its holder had to renew)."""
+    grounds: tuple[Ground, ...] = field(default=(), compare=False)
+    """What its admission rested on, device by device; empty until its node's keeper has told, a beat after that. Shown,
+    and no part of what makes two leases equal."""
     wants: Shares = field(default_factory=dict)
     """What a waiter asks for, by its first choice of devices; others may do as well. Empty once it is granted."""
 

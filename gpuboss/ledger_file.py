@@ -14,7 +14,14 @@ from gpuboss import errors
 BUSY_TIMEOUT_S = 5.0
 """How long a transaction waits for another process's."""
 
-_VERSION = 2
+_VERSION = 3
+_SINCE_3 = """
+CREATE TABLE ground (
+    lease_id TEXT NOT NULL, device_id TEXT NOT NULL, free_bytes INTEGER NOT NULL, read_age_s REAL,
+    after TEXT NOT NULL, after_age_s REAL, PRIMARY KEY (lease_id, device_id)
+) WITHOUT ROWID;
+CREATE TABLE stop (device_id TEXT PRIMARY KEY, holder TEXT NOT NULL, at_s REAL NOT NULL) WITHOUT ROWID;
+"""
 _SCHEMA = """
 CREATE TABLE device (
     id TEXT PRIMARY KEY, kind TEXT NOT NULL, name TEXT NOT NULL, idx INTEGER NOT NULL, measured INTEGER NOT NULL,
@@ -38,6 +45,8 @@ CREATE TABLE ended (
 );
 CREATE TABLE mark (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
+_STEPS = {0: _SCHEMA + _SINCE_3, 2: _SINCE_3}
+"""What a file of a version needs to be of this one: what runs under the books of an earlier release runs on."""
 
 
 def open_file(path: str) -> sqlite3.Connection:
@@ -128,12 +137,12 @@ def _make_private(path: str) -> None:
 def _prepare(connection: sqlite3.Connection, path: str) -> None:
     """See that the file is in WAL mode and has our tables, while others may be doing the same."""
     deadline = time.monotonic() + BUSY_TIMEOUT_S
-    while (version := connection.execute("PRAGMA user_version").fetchone()[0]) == 0:
+    while (version := connection.execute("PRAGMA user_version").fetchone()[0]) in _STEPS:
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("BEGIN IMMEDIATE")
-            if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
-                for statement in filter(str.strip, _SCHEMA.split(";")):
+            if (step := _STEPS.get(connection.execute("PRAGMA user_version").fetchone()[0])) is not None:
+                for statement in filter(str.strip, step.split(";")):
                     connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {_VERSION}")
             connection.execute("COMMIT")

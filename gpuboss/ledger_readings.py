@@ -121,18 +121,19 @@ def unread_holder(db: sqlite3.Connection, device_id: str) -> tuple[str, int, flo
 def begin_debts(db: sqlite3.Connection, lease_id: str, now_s: float) -> None:
     """A holder's row goes: what it counted for settles until the next reading, and is owed until it is seen back.
 
-    Nothing is owed for a lease that was held by word: whoever uses its memory may go on, without a lease.
+    Nothing is owed for a lease that was held by word: whoever uses its memory may go on, without a lease. Nor for host
+    memory: all of the machine's programs use it, so what does not come back cannot be told from what others take. It is
+    in the next reading either way, as foreign.
     """
     db.execute(
         "INSERT INTO ended (device_id, holder, settling_bytes, used_bytes, floor_bytes, since_s) "
         "SELECT s.device_id, h.holder, max(s.claimed_bytes, coalesce(s.observed_bytes, 0)), "
-        "    CASE WHEN h.pid IS NULL THEN 0 ELSE coalesce(s.peak_bytes, s.claimed_bytes) END, "
+        "    CASE WHEN h.pid IS NULL OR d.kind = 'cpu' THEN 0 ELSE coalesce(s.peak_bytes, s.claimed_bytes) END, "
         # An earlier debt may be in the base already: its own floor is what was there without it.
         "    min(d.base_bytes, coalesce((SELECT min(floor_bytes) FROM ended e "
         "        WHERE e.device_id = d.id AND e.used_bytes > 0), d.base_bytes)), ? "
         "FROM share s JOIN holder h USING (lease_id) JOIN device d ON d.id = s.device_id "
-        # Host RAM is back before a dead process can be waited for; a GPU's driver takes its own time.
-        "WHERE s.lease_id = ? AND d.measured AND d.kind <> 'cpu'",
+        "WHERE s.lease_id = ? AND d.measured",
         (now_s, lease_id),
     )
 
@@ -144,7 +145,7 @@ def settle_rest(db: sqlite3.Connection, lease_id: str, device_id: str, wanted: i
         "SELECT s.device_id, h.holder, s.claimed_bytes - max(?1, coalesce(s.observed_bytes, 0)), 0, 0, ?2 "
         "FROM share s JOIN holder h USING (lease_id) JOIN device d ON d.id = s.device_id "
         "WHERE s.lease_id = ?3 AND s.device_id = ?4 AND s.claimed_bytes > max(?1, coalesce(s.observed_bytes, 0)) "
-        "AND d.measured AND d.kind <> 'cpu'",
+        "AND d.measured",
         (wanted, now_s, lease_id, device_id),
     )
 

@@ -1,7 +1,7 @@
 """The values that go into and come out of the node ledger.
 
 Built by the shim and the client (`LedgerRow`) and the keeper (`LedgerReading`, from what `Prior` says of before), read
-back by them and by the command line (`DeviceRow`).
+back by them and by the command line (`DeviceRow`). What an admission rested on (`Ground`) is shown with its lease.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 
 from gpuboss import identity
 from gpuboss.light import Value
+from gpuboss.units import format_bytes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -190,6 +191,57 @@ class Prior(Value):
     ) -> None:
         self._fill(foreign_bytes=foreign_bytes, base_bytes=base_bytes, per_process=per_process)
         self._fill(observed=dict(observed or {}), new=new, debts=debts)
+
+
+class Ground(Value):
+    """What the admission of a holder to one device rested on."""
+
+    __slots__ = ("after", "after_age_s", "device_id", "free_bytes", "read_age_s")
+    device_id: str
+    free_bytes: int
+    """Effective free before. What an ended holder had is in it only if a reading since then shows it back."""
+    read_age_s: float | None
+    """How old the device's last reading was then; None where nothing measures it."""
+    after: str
+    """The holder that ended last on the device before that; empty for none."""
+    after_age_s: float | None
+    """How long before."""
+
+    def __init__(
+        self,
+        device_id: str,
+        free_bytes: int,
+        read_age_s: float | None,
+        after: str = "",
+        after_age_s: float | None = None,
+    ) -> None:
+        self._fill(device_id=device_id, free_bytes=free_bytes, read_age_s=read_age_s)
+        self._fill(after=after, after_age_s=after_age_s)
+
+    @property
+    def is_read_since(self) -> bool:
+        """Whether the device was read after the last holder before this one had ended."""
+        return self.read_age_s is not None and self.after_age_s is not None and self.read_age_s < self.after_age_s
+
+    @property
+    def words(self) -> str:
+        """For people: "cpu 11.2GiB free, read 0.04 s before, slot:robin ended 0.06 s before"."""
+        read = "not measured" if self.read_age_s is None else f"read {self.read_age_s:.2f} s before"
+        ended = "" if self.after_age_s is None else f", {self.after} ended {self.after_age_s:.2f} s before"
+        return f"{self.device_id} {format_bytes(self.free_bytes)} free, {read}{ended}"
+
+
+class SharePeak(Value):
+    """The most that a living holder was seen to use of one device."""
+
+    __slots__ = ("bytes", "device_id", "read_at_s")
+    device_id: str
+    bytes: int
+    read_at_s: float
+    """`time.monotonic()` of the device's last reading, which saw the holder."""
+
+    def __init__(self, device_id: str, bytes: int, read_at_s: float) -> None:  # noqa: A002 (as in `Debt`)
+        self._fill(device_id=device_id, bytes=bytes, read_at_s=read_at_s)
 
 
 class DeviceRow(Value):

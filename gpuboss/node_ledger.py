@@ -6,11 +6,13 @@ Before a process uses a device, a row is written here in one transaction that fi
 
 So memory is never given twice even when the store forgets, answers twice, or rolls back. Called by the shim (`admit`,
 `set_engine`, `remove`) between a request and its engine, by the client for holders of other sorts (`resize` too), and
-by the keeper (`put_devices`, `priors`, `rows`, `remove`). The SQL of devices and readings is in `ledger_readings`.
+by the keeper (`put_devices`, `priors`, `rows`, `remove`). The SQL of devices and readings is in `ledger_readings`, that
+of what admissions rested on in `ledger_grounds`.
 
-- Evidence first: a row counts until it is removed, also when its process is dead. Where a GPU's driver measures,
+- Evidence first: a row counts until it is removed, also when its process is dead. Where the device is measured,
   removing it does not make the memory free at once: what the row counted for is "settling" until a reading taken
-  after the removal tells whether the driver has it back, and a debt of the ended holder until it has.
+  after the removal tells what is in use. On a GPU it is a debt of the ended holder until the driver has it back.
+- What each admission rested on is kept as long as its row: what was free, how old the reading was, who had ended.
 - Where the driver gives no figures per process, one holder begins at a time: until a reading has seen it, nobody can
   say whose the memory is that it takes.
 - One SQLite file per boot. It is never synced to the disk: device memory does not outlive a power cut, so neither
@@ -23,9 +25,9 @@ from __future__ import annotations
 import os
 import time
 
-from gpuboss import errors, ledger_readings
+from gpuboss import errors, ledger_grounds, ledger_readings
 from gpuboss.ledger_file import Transaction, open_file
-from gpuboss.ledger_rows import DeviceRow, LedgerReading, LedgerRow, Prior
+from gpuboss.ledger_rows import DeviceRow, Ground, LedgerReading, LedgerRow, Prior, SharePeak
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class NodeLedger:
         """Give a holder other shares of the devices it has, and other terms where they are named.
 
         What grows must fit: ActivationRefused changes nothing. StaleFence: no row of this lease and fence stands.
-        ValueError: other devices than it has. What a GPU's driver has to give back settles until the next reading.
+        ValueError: other devices than it has. What is measured settles until the next reading.
         """
         with self._transaction():
             held = self._held(lease_id, epoch, seq)
@@ -97,14 +99,16 @@ class NodeLedger:
     def remove(self, lease_id: str, epoch: int, seq: int) -> bool:
         """Take out the row of this lease and fence, after its processes are dead; False when there is none such.
 
-        What it counted for on a GPU that is measured is settling from now until the next reading.
+        What it counted for on a device that is measured is settling from now until the next reading.
         """
         with self._transaction():
             fence = (lease_id, epoch, seq)
             found = self._db.execute("SELECT 1 FROM holder WHERE lease_id = ? AND epoch = ? AND seq = ?", fence)
             if found.fetchone() is None:
                 return False
-            ledger_readings.begin_debts(self._db, lease_id, time.monotonic())
+            now_s = time.monotonic()
+            ledger_readings.begin_debts(self._db, lease_id, now_s)
+            ledger_grounds.note_stop(self._db, lease_id, now_s)
             self._db.execute("DELETE FROM holder WHERE lease_id = ?", (lease_id,))
             self._db.execute("DELETE FROM share WHERE lease_id = ?", (lease_id,))
             return True
@@ -144,6 +148,16 @@ class NodeLedger:
         """All devices with their numbers, in index order."""
         with self._transaction(write=False):
             return ledger_readings.all_devices(self._db)
+
+    def grounds(self) -> dict[str, tuple[Ground, ...]]:
+        """Lease id -> what the admission of its holder rested on, device by device."""
+        with self._transaction(write=False):
+            return ledger_grounds.grounds(self._db)
+
+    def peaks(self) -> dict[str, tuple[SharePeak, ...]]:
+        """Lease id -> the most its living holder was seen to use, of the devices that are measured."""
+        with self._transaction(write=False):
+            return ledger_grounds.peaks(self._db)
 
     def note_epoch(self, epoch: int) -> None:
         """Remember that the store lived in this epoch."""
@@ -290,13 +304,17 @@ class NodeLedger:
 
     def _insert(self, row: LedgerRow) -> None:
         self._note_epoch(row.epoch)
+        now_s = time.monotonic()
+        for device_id in row.shares:
+            if (device := ledger_readings.one_device(self._db, device_id)) is not None:
+                ledger_grounds.note_ground(self._db, row.lease_id, device, now_s)
         self._db.execute(
             "INSERT INTO holder VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 *(row.lease_id, row.epoch, row.seq, row.holder),
                 *(row.pid, row.start_ticks, row.pid_namespace),
                 *(row.engine_pid, row.engine_start_ticks, row.since_s),
-                *(row.terms, time.monotonic()),
+                *(row.terms, now_s),
             ),
         )
         self._db.executemany(

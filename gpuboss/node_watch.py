@@ -17,6 +17,7 @@ from gpuboss import errors, identity, processes, telling
 from gpuboss.accounts import QUARANTINE_AFTER_S, Account, account
 from gpuboss.devices import Device, Probe, Reading
 from gpuboss.leases import Fence, LeaseState
+from gpuboss.ledger_rows import Ground
 from gpuboss.node_ledger import DeviceRow, LedgerRow, NodeLedger
 from gpuboss.probing import PatientProbe
 from gpuboss.scripts import Script
@@ -54,6 +55,8 @@ class NodeWatch:
         self._silent: set[PatientProbe] = set()
         """Probes whose driver does not answer."""
         self._latest: dict[str, Account] = {}
+        self._grounds: Mapping[str, tuple[Ground, ...]] = {}
+        """What each row's admission rested on."""
 
     @property
     def silent(self) -> set[str]:
@@ -67,6 +70,7 @@ class NodeWatch:
         # Read again: a row made since then must not find its memory counted as foreign.
         priors = self._ledger.priors()
         self._take_rows(self._ledger.rows())
+        self._grounds = self._ledger.grounds()
         known |= families([row for row in self.rows if row.lease_id not in known], self._measured)
         seen = {pid for pids in known.values() for pid in pids}
         living = processes.living(seen.union(*(({*at.by_pid, *at.without_figure}) for at in readings)))
@@ -179,7 +183,8 @@ class NodeWatch:
         readings = (latest.reading for latest in self._latest.values())
         observed = {at.device_id: at.observed[row.lease_id] for at in readings if row.lease_id in at.observed}
         memo = self._memos.get(row.lease_id, {})
-        return telling.row_told(row, memo, self._all_named(row.shares), self._all_named(observed)) | {"insist": insist}
+        shares, grounds = self._all_named(row.shares), self._grounds.get(row.lease_id, ())
+        return telling.row_told(row, memo, shares, self._all_named(observed), grounds) | {"insist": insist}
 
     def _remember(self, found: dict[str, Any]) -> StoredLease:
         fence = None

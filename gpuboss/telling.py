@@ -11,12 +11,11 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gpuboss.devices import DeviceKind
 from gpuboss.identity import ProcessIdentity
 from gpuboss.leases import ForeignUse, HolderKind
-from gpuboss.ledger_rows import DeviceRow, LedgerRow
+from gpuboss.ledger_rows import DeviceRow, Ground, LedgerRow
 from gpuboss.priority import NORMAL
-from gpuboss.wire import process_to_wire
+from gpuboss.wire import grounds_to_wire, process_to_wire
 
 __all__ = ["device_told", "is_by_word", "only_terms", "row_told"]
 
@@ -33,8 +32,7 @@ def device_told(row: DeviceRow, foreign: Iterable[ForeignUse], *, is_silent: boo
         "foreign": row.foreign_bytes,
         "residual": row.residual_bytes + row.settling_bytes,
         "quarantined": row.quarantined_bytes,
-        # Host RAM is back before a dead process can be waited for; a GPU's driver takes its time.
-        "settles": row.measured and row.kind != DeviceKind.CPU,
+        "settles": row.measured,
         "foreign_pids": [
             {"pid": use.pid, "name": use.name} | ({} if use.bytes is None else {"bytes": use.bytes}) for use in foreign
         ],
@@ -45,12 +43,19 @@ def device_told(row: DeviceRow, foreign: Iterable[ForeignUse], *, is_silent: boo
 
 
 def row_told(
-    row: LedgerRow, memo: Mapping[str, Any], shares: Mapping[str, int], observed: Mapping[str, int]
+    row: LedgerRow,
+    memo: Mapping[str, Any],
+    shares: Mapping[str, int],
+    observed: Mapping[str, int],
+    grounds: Iterable[Ground] = (),
 ) -> dict[str, Any]:
-    """A row; `shares` and `observed` by the store's names of the devices.
+    """A row; `shares` and `observed` by the store's names of the devices, `grounds` by their own.
 
-    Its terms are what the store said of them last (`memo`), else what the row was admitted with, else as usual.
+    Its terms are what the store said of them last (`memo`), else what the row was admitted with, else as usual. Its
+    owner is who the row says, where it does: whoever takes a lease over writes it there first.
     """
+    terms = _terms_of(row)
+    owner = {"owner": terms["owner"], "is_owner": True} if "owner" in terms else {}
     usual = {
         "kind": _kind_of(row.holder),
         "priority": NORMAL,
@@ -58,15 +63,16 @@ def row_told(
     }
     return {
         **usual,
-        **_terms_of(row),
+        **terms,
         **memo,
+        **owner,
         "id": row.lease_id,
         "holder": row.holder,
         "epoch": row.epoch,
         "seq": row.seq,
         "shares": json.dumps(shares),
         "observed": json.dumps(observed),
-    }
+    } | ({"grounds": grounds_to_wire(grounds)} if grounds else {})
 
 
 def only_terms(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -36,12 +36,17 @@ from gpuboss.client import Renewed
 from gpuboss.devices import Device, DeviceKind, parse_devices
 from gpuboss.identity import ProcessIdentity
 from gpuboss.lease_wire import explain_shortage
-from gpuboss.leases import OVER, Lease, LeaseRequest, LeaseState, Shares, Snapshot
+from gpuboss.leases import OVER, Fence, Lease, LeaseRequest, LeaseState, Shares, Snapshot
+from gpuboss.ledger_rows import Ground, SharePeak
+from gpuboss.peaks import PeakRecord
 from gpuboss.state_dir import StateDir
 from gpuboss.testing_rules import Record, Rules
 from gpuboss.watching import LedgerEvent, LedgerWatch, Tell
 
 __all__ = ["FakeClock", "MemoryLedger"]
+
+
+_MOST_PEAKS = 5
 
 
 class FakeClock:
@@ -131,6 +136,8 @@ class MemoryLedger:
         self._on_notice: dict[str, Tell] = {}
         self._on_lost: dict[str, Tell] = {}
         self._due_s: float | None = None
+        self._learned: dict[str, dict[str, dict[str, int]]] = {}
+        """Profile -> lease -> what it was told to take."""
 
     @property
     def state(self) -> StateDir:
@@ -184,6 +191,15 @@ class MemoryLedger:
         self._entered[record.id] = None if by_word else process or self.owner
         self._rules.enter(record, self.clock.now_s)
         self._settle()
+        return self._show(record)
+
+    async def take_over(self, lease_id: str, fence: Fence) -> Lease:
+        """See `Client.take_over`."""
+        self._pass_time()
+        record = self._rules.records.get(lease_id)
+        if record is None or not record.holds or record.fence != fence or record.state is LeaseState.GRANTED:
+            raise errors.StaleFence(f"lease {lease_id} is over, another's, or not used by anybody")
+        record.owner = self.owner
         return self._show(record)
 
     async def renew(self, lease: Lease) -> Lease:
@@ -265,6 +281,29 @@ class MemoryLedger:
         in_order = [*self._rules.holders(), *self._rules.waiters()]
         return Snapshot(1, self._rules.uses(), tuple(map(self._show, in_order)))
 
+    async def learn(self, profile: str, lease: Lease, size_by_kind: Mapping[str, int]) -> PeakRecord:
+        """See `Client.learn`."""
+        self._pass_time()
+        told = self._learned.setdefault(profile, {})
+        told[lease.id] = {
+            kind: max(size_by_kind.get(kind, 0), told.get(lease.id, {}).get(kind, 0))
+            for kind in {*size_by_kind, *told.get(lease.id, {})}
+        }
+        return self._record_of(profile)
+
+    async def learned(self) -> tuple[PeakRecord, ...]:
+        """See `Client.learned`."""
+        self._pass_time()
+        return tuple(map(self._record_of, self._learned))
+
+    async def grounds(self, lease_id: str) -> tuple[Ground, ...]:  # noqa: ARG002 (as `Client.grounds`)
+        """See `Client.grounds`; nothing is measured here, and no books are kept."""
+        return ()
+
+    async def peaks(self) -> Mapping[str, tuple[SharePeak, ...]]:
+        """See `Client.peaks`; nothing is measured here."""
+        return {}
+
     async def audit(self) -> list[str]:
         """See `Client.audit`."""
         return list(self._rules.faults())
@@ -335,6 +374,10 @@ class MemoryLedger:
                 ]
             )  # fmt: skip
             raise errors.LeaseRefused(f"lease {record.id} of {record.request.holder} cannot be given {why}")
+
+    def _record_of(self, profile: str) -> PeakRecord:
+        told = self._learned[profile]
+        return PeakRecord(profile, len(told), tuple(told.values())[-_MOST_PEAKS:], int(self.clock.now_s * 1000))
 
     def _pass_time(self) -> None:
         if not self.store_up:

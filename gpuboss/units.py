@@ -27,6 +27,11 @@ _BYTES_HELP = 'write it like "20GiB", "512MiB", "1.5GiB", "8GB" (decimal), or a 
 _DURATION_HELP = 'write it like "30s", "5m", "2h", "1.5h", "250ms", or a number of seconds'
 
 
+def whole_mib(size: int) -> int:
+    """Bytes, rounded up to whole MiB."""
+    return -(-size // MIB) * MIB
+
+
 def parse_bytes(value: str | int) -> int:
     """Bytes from `"20GiB"`, `"64MiB"`, `"8GB"` (decimal) or a whole number; a fraction of a byte is cut off.
 

@@ -15,6 +15,7 @@ from gpuboss.cli.exits import Exit
 from gpuboss.cli.output import connect, print_json, print_table
 from gpuboss.client import Client
 from gpuboss.leases import DeviceUse, Lease, LeaseState, Snapshot
+from gpuboss.ledger_rows import Ground
 from gpuboss.node_ledger import NodeLedger
 from gpuboss.priority import name_of
 from gpuboss.units import format_bytes
@@ -129,6 +130,7 @@ def lease_fields(lease: Lease, pids: Pids) -> dict[str, Any]:
         "fence": None if lease.fence is None else [lease.fence.epoch, lease.fence.seq],
         "node": lease.node,
         "pid": _pid(lease, pids),
+        "grounds": [{name: getattr(ground, name) for name in Ground.__slots__} for ground in lease.grounds],
         "since_ms": lease.since_ms,
     }
 

@@ -1,7 +1,7 @@
 """RAM of a Linux host as /proc and the control groups tell it.
 
 Called by `cpu`. Inside a container the machine's RAM is not what may be used: the tightest limit of the own control
-group and of those above it is. Both versions of control groups are read.
+group and of those above it is. Both versions of control groups are read. The own group is that of the keeper.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ class LinuxMemory:
         for line in _text(self._root / "proc" / "self" / "cgroup").splitlines():
             _, controllers, inside = line.split(":", 2)
             if controllers == "":
-                yield from self._walk(Path("sys/fs/cgroup"), inside, "memory.max", "memory.current", "inactive_file")
+                yield from self._walk(Path("sys/fs/cgroup"), inside, "memory.max", "memory.current", "")
             elif "memory" in controllers.split(","):
                 yield from self._walk(
                     *(Path("sys/fs/cgroup/memory"), inside),
-                    *("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+                    *("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
                 )
 
-    def _walk(self, mount: Path, inside: str, limit: str, usage: str, cache: str) -> Iterator[tuple[int, int]]:
+    def _walk(self, mount: Path, inside: str, limit: str, usage: str, prefix: str) -> Iterator[tuple[int, int]]:
+        """`prefix` begins the names of those figures in which the groups below are contained."""
         # In a container the path may be the host's, of which only the end of it (our "/") is mounted here.
         own = Path(inside.lstrip("/"))
         for group in dict.fromkeys([own, *own.parents, Path()]):
@@ -69,8 +70,10 @@ class LinuxMemory:
             bound = _text(directory / limit).strip()
             if not bound.isdigit() or int(bound) >= _UNLIMITED_BYTES:
                 continue
-            # File pages that nobody used lately are given back on demand.
-            reclaimable = _statistic(_text(directory / "memory.stat"), cache)
+            # Pages of files are given back on demand, also those used lately, as in MemAvailable. Weights that an
+            # engine has mapped are among them; `CpuProbe` counts them as its own, and here they would count twice.
+            statistics = _text(directory / "memory.stat")
+            reclaimable = sum(_statistic(statistics, f"{prefix}{state}_file") for state in ("inactive", "active"))
             yield int(bound), max(0, int(_text(directory / usage).strip() or 0) - reclaimable)
 
 

@@ -1,7 +1,7 @@
 -- The first part of every script: arguments, clock, leases. `_books.lua` follows it, then, as `queue()`, what has to do with
 -- those who wait: `_notices.lua` and `_queue.lua` (see gpuboss/scripts.py).
 --
--- KEYS     1 meta, 2 nodes, 3 queue, 4 held, 5 deadlines, 6 events, 7 details, 8 wants (gpuboss/keys.py)
+-- KEYS     1 meta, 2 nodes, 3 queue, 4 held, 5 deadlines, 6 events, 7 details, 8 wants, 9 learned (gpuboss/keys.py)
 -- ARGV[1]  JSON object. Always: lease_prefix, run_id (of the connection that sends the script), ttl_ms.
 --          Optional: now (ms; a test's clock instead of the server's).
 -- Reply    JSON object. Always: status; epoch where there is one. Statuses:
@@ -15,6 +15,7 @@
 --            preemptible, grace_ms, lease_ttl_ms (0: its node's keeper renews it), order
 --            epoch, seq, shares (JSON text {device: bytes}), revision (how often it was resized): once granted
 --            position (1-based) and wants (JSON text of its first option), while queued
+--            grounds (JSON text of what its admission rested on), once its node has told
 --            why (JSON text of the shortage, when refused), reason (expired, preempted; when over by time)
 --            notice, while its holder shall yield: {by (id of a waiter; '': a person), holder, priority, since_ms, left_ms,
 --              acked, outranks (else a slot need not yield before it is idle)}
@@ -22,7 +23,7 @@
 --
 -- Numbers stay below 2^53; what may reach 10^14 is never put through cjson as a number, which would round it.
 
-local META, NODES, QUEUE, HELD, DEADLINES, EVENTS, DETAILS, WANTS = unpack(KEYS)
+local META, NODES, QUEUE, HELD, DEADLINES, EVENTS, DETAILS, WANTS, LEARNED = unpack(KEYS)
 local SCHEMA = '2'
 local TOMBSTONE_MS = 600000
 local MAX_CLOCK_STEP_MS = 2000
@@ -175,7 +176,7 @@ local function view_of(id, lease)
   view.grace_ms, view.lease_ttl_ms = tonumber(lease.grace_ms or GRACE_MS), tonumber(lease.lease_ttl_ms or 0)
   view.epoch, view.seq, view.shares = tonumber(lease.epoch), tonumber(lease.seq), lease.shares
   view.revision, view.why, view.reason = tonumber(lease.revision or 0), lease.why, lease.reason
-  view.notice = notice_of(lease)
+  view.grounds, view.notice = lease.grounds, notice_of(lease)
   return view
 end
 

@@ -12,6 +12,9 @@
 --            insist: the row stood in the ledger still after the store had said that the lease is over
 --            terms (JSON text): {kind, priority, preemptible, grace_ms, lease_ttl_ms, order, owner (JSON text)}, for a store
 --              that forgot the lease. Each may stand in the row itself instead, which then counts
+--            grounds (JSON text): what its admission rested on, to be shown; optional
+--            is_owner: whether the row says so itself that this is its owner; optional. It is in the books before it is in
+--              the store, so that a store that forgot a take-over (not the lease) learns of it here
 -- Reply    ok: leases = list of {id, holder, state, epoch, seq, owner, kind, priority, preemptible, grace_ms, lease_ttl_ms,
 --              order, shares, notice}, every lease of this node that is not over; of a waiter only {id, state, owner}
 --            over = ids of rows that were told with insist although their lease is over for good: nobody but their holder
@@ -92,6 +95,11 @@ local function is_resized_since(lease)
   return lease.resized_in == whole(meta.epoch) and meta.now - tonumber(lease.resized) < args.ttl_ms
 end
 
+-- The same for who answers for it.
+local function is_taken_over_since(lease)
+  return lease.owned_in == whole(meta.epoch) and meta.now - tonumber(lease.owned) < args.ttl_ms
+end
+
 -- What runs is active, with the fence and the shares it runs with, whatever the store believed before.
 local function take_in(row, lease)
   local key = lease_key(row.id)
@@ -112,6 +120,10 @@ local function take_in(row, lease)
   end
   lease.epoch, lease.seq = whole(row.epoch), whole(row.seq)
   redis.call('HSET', key, 'epoch', lease.epoch, 'seq', lease.seq, 'shares', shares, 'observed', row.observed)
+  if row.is_owner and lease.owner ~= row.owner and not is_taken_over_since(lease) then
+    redis.call('HSET', key, 'owner', row.owner)
+  end
+  if row.grounds then redis.call('HSET', key, 'grounds', row.grounds) end
   redis.call('HDEL', key, 'adopts', 'reason', 'why')
   redis.call('SADD', HELD, row.id)
   if lease.state ~= 'active' then

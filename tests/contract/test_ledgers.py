@@ -290,6 +290,32 @@ async def test_a_lease_is_active_from_its_activation_to_its_release(world: World
     assert await world.free() == {"sim0": 100, "sim1": 100}
 
 
+async def test_a_lease_in_use_is_taken_over_by_its_fence_and_stays_what_it_was(world: World) -> None:
+    lease = await held(world, ask(60, kind=HolderKind.SLOT, holder="slot:robin", priority=5))
+    assert lease.fence is not None
+    for _ in range(2):
+        taken = await world.ledger.take_over(lease.id, lease.fence)
+        assert (taken.owner, taken.fence, taken.shares) == (world.ledger.owner, lease.fence, lease.shares)
+        assert (taken.priority, taken.state, taken.order) == (5, LeaseState.ACTIVE, lease.order)
+    repriced = await world.ledger.resize(taken, None, 20)
+    assert repriced.priority == 20
+    with pytest.raises(errors.StaleFence):
+        await world.ledger.take_over(lease.id, replace(lease.fence, seq=lease.fence.seq + 1))
+    await world.ledger.release(taken)
+    with pytest.raises(errors.StaleFence):
+        await world.ledger.take_over(lease.id, lease.fence)
+
+
+async def test_a_lease_that_nobody_uses_is_not_taken_over(world: World) -> None:
+    granted = await world.ledger.acquire(ask(60))
+    waiting = await world.ledger.acquire(ask(60))
+    assert granted.fence is not None
+    for lease_id in (granted.id, waiting.id, "unheard-of"):
+        with pytest.raises(errors.StaleFence):
+            await world.ledger.take_over(lease_id, granted.fence)
+    assert await world.state_of(granted) is LeaseState.GRANTED
+
+
 async def test_a_waiter_cannot_be_activated(world: World) -> None:
     await world.ledger.acquire(ask())
     with pytest.raises(errors.StaleFence):
@@ -529,6 +555,17 @@ def _hold_and_wait(settings: LedgerSettings) -> None:
 def _hold_everything(settings: LedgerSettings) -> dict[str, int]:
     with gpuboss.hold("100MiB", gpus=2, settings=settings) as lease:
         return dict(lease.shares)
+
+
+async def test_what_holders_took_is_kept_under_the_names_it_was_told(world: World) -> None:
+    name = new_request_id()
+    first, second = await held(world, ask(10)), await held(world, ask(10))
+    await world.ledger.learn(name, first, {"cuda": 7 * MIB})
+    await world.ledger.learn(name, first, {"cuda": 5 * MIB, "host": MIB})
+    record = await world.ledger.learn(name, second, {"cuda": 6 * MIB})
+    assert (record.loads, record.most("cuda"), record.most("host"), record.most("cpu")) == (2, 7 * MIB, MIB, 0)
+    assert record.peaks == ({"cuda": 7 * MIB, "host": MIB}, {"cuda": 6 * MIB})
+    assert [found for found in await world.ledger.learned() if found.profile == name] == [record]
 
 
 async def test_nobody_knows_a_lease_that_never_was(world: World) -> None:

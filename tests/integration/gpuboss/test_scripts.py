@@ -334,9 +334,28 @@ def test_every_key_is_bounded_or_expires(scripts: ScriptStore) -> None:
     scripts.run(Script.RELEASE, id="a", epoch=lease["epoch"], seq=lease["seq"])
     scripts.run(Script.CANCEL, id="b")
     scripts.run(Script.CANCEL, id="never-heard-of")
+    scripts.run(Script.LEARN, profile="p", id="a", bytes={"cpu": MIB})
     for_ever = set(scripts.keys.keys())
     for name in scripts.server.scan_iter(f"{{gb:{scripts.keys.pool}}}:*"):
         assert name.decode() in for_ever or 0 < scripts.server.pttl(name) <= 600_000, name
+
+
+def test_what_holders_took_is_kept_of_the_latest_loads_and_profiles(scripts: ScriptStore) -> None:
+    scripts.sync(ONE)
+    for load in range(7):
+        record = scripts.run(Script.LEARN, profile="p", id=f"lease-{load}", bytes={"cpu": load})["record"]
+    assert record["loads"] == 7
+    assert [peak["bytes"]["cpu"] for peak in record["peaks"]] == [2, 3, 4, 5, 6]
+    for size in (50, 40):
+        record = scripts.run(Script.LEARN, profile="p", id="lease-6", bytes={"cpu": size, "host": 1})["record"]
+    assert (record["loads"], record["peaks"][-1]["bytes"]) == (7, {"cpu": 50, "host": 1})
+    for number in range(520):
+        scripts.now_ms += 1
+        scripts.run(Script.LEARN, profile=f"profile-{number}", id="lease", bytes={"cpu": 1})
+    known = {found["profile"] for found in scripts.run(Script.LEARNED)["records"]}
+    assert len(known) == 512
+    assert not known & {"p", "profile-7"}
+    assert {"profile-8", "profile-519"} <= known
 
 
 def test_a_release_also_ends_what_a_forgetful_store_has_waiting_again(scripts: ScriptStore) -> None:

@@ -55,21 +55,25 @@ def test_without_a_limit_the_machines_ram_counts(host: Host) -> None:
     [
         pytest.param(
             "0::/docker/abc\n",
-            {"memory.max": 8 * GIB, "memory.current": 3 * GIB, "memory.stat": f"anon 5\ninactive_file {GIB}\n"},
+            {
+                "memory.max": 8 * GIB,
+                "memory.current": 4 * GIB,
+                "memory.stat": f"anon 5\ninactive_file {GIB}\nactive_file {GIB}\n",
+            },
             id="version 2, container's own view",
         ),
         pytest.param(
             "12:pids:/\n4:memory:/docker/abc\n0::/\n",
             {
                 "memory/memory.limit_in_bytes": 8 * GIB,
-                "memory/memory.usage_in_bytes": 3 * GIB,
-                "memory/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
+                "memory/memory.usage_in_bytes": 4 * GIB,
+                "memory/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}\n",
             },
             id="version 1",
         ),
     ],
 )
-def test_a_containers_limit_counts_where_it_is_smaller_and_its_idle_files_do_not(
+def test_a_containers_limit_counts_where_it_is_smaller_and_its_cached_files_do_not(
     host: Host, cgroup: str, files: dict[str, object]
 ) -> None:
     memory = host(cgroup=cgroup, files={f"sys/fs/cgroup/{name}": content for name, content in files.items()})
@@ -122,6 +126,18 @@ def test_mapped_weights_count_as_used_though_the_kernel_calls_them_available(hos
     assert (
         reading.used_bytes - sum(reading.by_pid.values()) == 10 * GIB
     )  # what others use: 12 without the engine's own 2
+
+
+def test_mapped_weights_count_once_in_a_container_too(host: Host) -> None:
+    # 3 of 8 GiB are gone for good; the engine's 6 GiB have 4 of mapped weights, which its group counts as files in use.
+    base = "sys/fs/cgroup"
+    files = {
+        f"{base}/memory.max": 8 * GIB,
+        f"{base}/memory.current": 7 * GIB,
+        f"{base}/memory.stat": f"active_file {3 * GIB}\ninactive_file {GIB}\n",
+    }
+    (reading,) = CpuProbe(memory=host(files=files, p7=(6, 4))).read([7])
+    assert reading.used_bytes == (3 + 4) * GIB
 
 
 def test_a_device_smaller_than_the_host_loses_room_only_when_the_host_runs_short(host: Host) -> None:

@@ -182,11 +182,71 @@ def test_memory_of_a_removed_holder_settles_until_a_later_reading(ledger: NodeLe
     ledger.admit(row("wren", card=20))
 
 
-def test_nothing_settles_where_death_is_proof_enough(ledger: NodeLedger) -> None:
-    ledger.admit(row("robin", sim0=4, cpu=4))
+def test_nothing_settles_where_nobody_measures(ledger: NodeLedger) -> None:
+    ledger.admit(row("robin", sim0=4))
+    ledger.remove("robin", 5, 1)
+    assert free(ledger)["sim0"] == 8
+
+
+def test_host_memory_settles_too_but_what_stays_in_use_is_foreign_and_no_debt(ledger: NodeLedger) -> None:
+    ledger.admit(row("robin", cpu=4))
     ledger.put_devices([CARD, SIM, RAM], [LedgerReading("cpu", time.monotonic(), observed={"robin": 5 * GIB})])
     ledger.remove("robin", 5, 1)
-    assert free(ledger) == {"GPU-a": 23, "sim0": 8, "cpu": 32}
+    assert free(ledger)["cpu"] == 32 - 5
+    assert not ledger.priors()["cpu"].debts
+    ledger.put_devices([CARD, SIM, RAM], [LedgerReading("cpu", time.monotonic(), foreign_bytes=3 * GIB)])
+    assert free(ledger)["cpu"] == 32 - 3
+
+
+def test_an_admission_is_remembered_with_what_it_rested_on(ledger: NodeLedger) -> None:
+    ledger.admit(row("first", sim0=1, card=10))
+    (card, sim) = ledger.grounds()["first"]
+    assert (card.device_id, card.free_bytes, card.read_age_s, card.after) == ("GPU-a", 23 * GIB, None, "")
+    assert sim.words == "sim0 8GiB free, not measured"
+    ledger.put_devices([CARD, SIM, RAM], [LedgerReading("GPU-a", time.monotonic(), observed={"first": 9 * GIB})])
+    ledger.remove("first", 5, 1)
+    assert "first" not in ledger.grounds()
+    # It fits beside what has not been read to be back, so it rests on the reading before the end, without that memory.
+    ledger.admit(row("second", card=10))
+    (ground,) = ledger.grounds()["second"]
+    assert ground.free_bytes == 13 * GIB
+    assert ground.after == "slot:first"
+    assert not ground.is_read_since
+    ledger.put_devices([CARD, SIM, RAM], [LedgerReading("GPU-a", time.monotonic(), observed={"second": 0})])
+    ledger.admit(row("third", card=13))
+    (ground,) = ledger.grounds()["third"]
+    assert ground.free_bytes == 13 * GIB
+    assert ground.is_read_since
+    assert ground.words.startswith("GPU-a 13GiB free, read 0.0")
+    assert "slot:first ended 0.0" in ground.words
+
+
+def test_the_most_a_holder_was_seen_to_use_is_told_where_it_is_measured(ledger: NodeLedger) -> None:
+    ledger.admit(row("robin", sim0=4, cpu=4, card=1))
+    assert ledger.peaks() == {}
+    for used in (3, 5, 2):
+        at_s = time.monotonic()
+        ledger.put_devices([CARD, SIM, RAM], [LedgerReading("cpu", at_s, observed={"robin": used * GIB})])
+    (peak,) = ledger.peaks()["robin"]
+    assert (peak.device_id, peak.bytes, peak.read_at_s) == ("cpu", 5 * GIB, at_s)
+    ledger.remove("robin", 5, 1)
+    assert ledger.peaks() == {}
+
+
+def test_a_file_of_the_release_before_is_taken_over_with_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "node.sqlite"
+    with NodeLedger(path) as ledger:
+        ledger.put_devices([SIM])
+        ledger.admit(row("robin", sim0=4))
+    with sqlite3.connect(path) as older:
+        older.executescript("DROP TABLE ground; DROP TABLE stop; PRAGMA user_version = 2")
+    older.close()
+    with NodeLedger(path) as ledger:
+        assert [found.lease_id for found in ledger.rows()] == ["robin"]
+        assert ledger.grounds() == {}
+        assert ledger.remove("robin", 5, 1)
+        ledger.admit(row("wren", sim0=4))
+        assert [ground.after for ground in ledger.grounds()["wren"]] == ["slot:robin"]
 
 
 WHOLE = Device("GPU-w", DeviceKind.ROCM, "a card read as a whole", 3, 24 * GIB, 0, measured=True)
@@ -450,7 +510,7 @@ def test_a_ledger_of_another_version_is_refused_with_both_numbers(tmp_path: Path
     with sqlite3.connect(tmp_path / "node.sqlite") as other:
         other.execute("PRAGMA user_version = 99")
     other.close()
-    with pytest.raises(LedgerDamaged, match=r"its schema is 99, this is 2"):
+    with pytest.raises(LedgerDamaged, match=r"its schema is 99, this is 3"):
         NodeLedger(tmp_path / "node.sqlite")
 
 
