@@ -15,11 +15,9 @@ from pathlib import Path
 
 from inference import discovery
 from inference.discovery import Found, Sources
-from inference.estimate import Room
-from inference.gguf_header import HeaderCache
 from inference.manifest import Manifest, id_of, id_of_broken, read_manifest
 from inference.model import Category, Model
-from inference.model_maker import Made, make_model
+from inference.model_maker import Known, Made, make_model
 from inference.names import safe_id
 from inference.yaml_files import BadInput, Document, Problem, display, yaml_files
 
@@ -38,18 +36,17 @@ class Catalog:
     """The last version of each manifest that could be used, by file."""
 
 
-def build_catalog(sources: Sources, room: Room | None, headers: HeaderCache, before: Catalog) -> Catalog:
+def build_catalog(sources: Sources, known: Known, before: Catalog) -> Catalog:
     """Look at everything anew. A manifest that is broken now and was not `before` keeps its former version."""
-    return _Build(sources, room, headers, before).run()
+    return _Build(sources, known, before).run()
 
 
 class _Build:
     """One pass; thrown away afterwards."""
 
-    def __init__(self, sources: Sources, room: Room | None, headers: HeaderCache, before: Catalog) -> None:
+    def __init__(self, sources: Sources, known: Known, before: Catalog) -> None:
         self._sources = sources
-        self._room = room
-        self._headers = headers
+        self._known = known
         self._before = before
         self._models: dict[str, Model] = {}
         self._problems: list[Problem] = []
@@ -118,7 +115,7 @@ class _Build:
 
     def _make(self, manifest: Manifest, document: Document) -> Made:
         found = None if manifest.path else self._found.get(id_of(manifest, document))
-        return make_model(manifest, document, found, self._headers, self._room)
+        return make_model(manifest, document, found, self._known)
 
     def _add(self, made: Made, document: Document) -> None:
         model = made.model
@@ -148,7 +145,7 @@ class _Build:
         for model_id, found in self._found.items():
             if os.path.realpath(found.path) in self._taken or model_id in self._models:
                 continue
-            made = make_model(Manifest(id=model_id), None, found, self._headers, self._room)
+            made = make_model(Manifest(id=model_id), None, found, self._known)
             if made.servable:
                 self._models[model_id] = made.model
                 self._problems += made.problems

@@ -1,59 +1,38 @@
-"""How much device memory a model will take, before it was ever loaded, and the context that fits.
+"""How much memory a model's lease shall claim, why, and the context that fits. Pure.
 
-Called by `registry.py` for every model; reads nothing itself. Figures follow what llama-server allocates: weights,
-KV cache (f16 unless `options` say otherwise), recurrent state, compute buffers for batches of 512 tokens, and the
-process itself. Where they cannot be exact they are too large rather than too small, for a claim that is too small
-ends in an out-of-memory kill.
+Called by `model_maker.py` for every model; calls `footprint.py`. The best evidence there is counts:
+
+1. learned    what this model, with these options, was seen to take when it ran before (`learned.py`), and a margin
+2. manifest   the `vram` its owner gave; of the two the larger, with a warning where the owner's is too small
+3. estimate   what its file's header says (`footprint.py`), or the file's size and a factor where it says too little
+
+What is no whole GGUF file cannot run yet; `weights.py` says what it would take.
+
+A learned figure raises a claim at once. It lowers one from the third load on, when it has been seen at work and not
+only at its start. On `cpu` it never lowers it below weights, cache and buffers: what of them nobody has touched yet is
+not resident, and will be. On an accelerator all of it is allocated before the engine is ready: there the figure stands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from gpuboss.units import MIB, format_bytes
+from gpuboss.units import MIB, format_bytes, whole_mib
+from inference.footprint import CONTEXT_STEP, Figures, Footprint, Wish
 from inference.gguf_header import GgufHeader
+
+__all__ = ["Claim", "Peak", "Room", "Wish", "claim", "default_context"]
 
 MOST_DEFAULT_CONTEXT = 32768
 """Tokens a model gets without being asked for more, even when it was trained for more."""
 LEAST_DEFAULT_CONTEXT = 2048
 """Tokens a model gets even when they do not fit: it is then refused with numbers instead of being useless."""
-CONTEXT_STEP = 256
-"""llama.cpp rounds the context of a request up to a multiple of this."""
-
-_BATCH = 512
-_LARGEST_BATCH = 8192
-_COMPUTE_EXTRA = MIB
-"""Small tensors that nobody counts."""
-_FILE_FACTOR = 1.1
-
-_PROCESS_BYTES: Mapping[str, int] = {
-    "cpu": 32 * MIB,
-    "sim": 32 * MIB,
-    "metal": 128 * MIB,
-    "rocm": 512 * MIB,
-    "cuda": 512 * MIB,
-}
-"""What an engine takes before it has any model, by kind of device; on a GPU mostly the driver's own."""
-_PROCESS_DEFAULT = 64 * MIB
-
-CACHE_TYPES: Mapping[str, float] = {
-    "f32": 4.0,
-    "f16": 2.0,
-    "bf16": 2.0,
-    "q8_0": 34 / 32,
-    "q5_1": 24 / 32,
-    "q5_0": 22 / 32,
-    "q4_1": 20 / 32,
-    "q4_0": 18 / 32,
-    "iq4_nl": 18 / 32,
-}
-"""Bytes per element of a KV cache of that type."""
-
-_WINDOW_PERIODS: Mapping[str, int] = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "gpt-oss": 2, "cohere2": 4, "llama4": 4}
-"""Architectures whose files do not say it: one layer in so many sees the whole context, the others a sliding window."""
-_RECURRENT_PERIODS: Mapping[str, int] = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
-"""Architectures in which one layer in so many has a KV cache and the others a recurrent state."""
+LOADS_TO_LOWER = 3
+"""So many loads must have been seen before what they took lowers a claim."""
+_MARGIN_PERCENT = 5
+_LEAST_MARGIN = 8 * MIB
+"""On top of what was seen: drivers and allocators do not take the same to the byte each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +46,15 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What the owner of a model asked for; None where he did not."""
+class Peak:
+    """What loads of a model were seen to take at most, with the same options on the same kind of device."""
 
-    vram_bytes: int | None = None
-    context: int | None = None
-    parallel: int = 1
-    gpu_layers: int | None = None
-    cache_type_k: str = "f16"
-    cache_type_v: str = "f16"
-    batch: int | None = None
-    """Tokens computed at once."""
-    whole_input: bool = False
-    """An input is always computed at once, as embeddings need it."""
-    flash_attention: bool = True
+    bytes: int
+    """On the devices it ran on, all together."""
+    loads: int
+    """How many of the latest loads that is of."""
+    host_bytes: int = 0
+    """In host memory besides, where its lease had a share of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,159 +63,120 @@ class Claim:
 
     bytes: int
     basis: str
-    """The parts of it, in words with numbers."""
+    """Where that comes from, in words with numbers."""
     context: int
     """Tokens per request that this includes."""
     warnings: tuple[str, ...] = ()
     """What its owner should know, e.g. that the `vram` he gave looks too small."""
+    host_bytes: int = 0
+    """Of host memory, where it runs on an accelerator that does not hold all of its layers."""
 
 
-def claim(headers: tuple[GgufHeader, ...], mmproj_bytes: int, wish: Wish, room: Room | None) -> Claim:
+Seen = Callable[[int], Peak | None]
+"""What loads with a context were seen to take; None where there were none."""
+
+
+def claim(
+    headers: tuple[GgufHeader, ...],
+    mmproj_bytes: int,
+    wish: Wish,
+    room: Room | None,
+    seen: Seen = lambda _: None,
+) -> Claim:
     """The claim of a model whose file parts have these headers (the first part describes it)."""
-    model = _Model(headers, mmproj_bytes, wish, room.kind if room else None)
+    kind = room.kind if room else None
+    model = Footprint(headers, mmproj_bytes, wish, kind)
     limits = [size for size in (wish.vram_bytes, room.bytes if room else None) if size is not None]
     context = wish.context or default_context(model, min(limits, default=None))
-    estimated, parts = model.estimate(context)
+    made = _known(model.at(context), seen(context), kind)
+    if room is not None and wish.context is None and made.bytes > room.bytes:
+        context, made = _smaller(model, seen, room, context, made)
     warnings = []
     trained = headers[0].context_length
     if trained and context > trained:
         warnings.append(f"context {context} is more than the {trained} tokens the model was trained for")
-    if wish.vram_bytes is None:
-        return Claim(estimated, parts, context, tuple(warnings))
-    if wish.vram_bytes < estimated:
-        warnings.append(
-            f"vram {format_bytes(wish.vram_bytes)} is less than the estimate of {format_bytes(estimated)} ({parts}); "
-            "raise vram, or lower context or parallel"
-        )
-    basis = f"vram in the manifest (estimate: {format_bytes(estimated)} = {parts})"
-    return Claim(wish.vram_bytes, basis, context, tuple(warnings))
+    if wish.vram_bytes is None:  # 1, 3
+        return Claim(made.bytes, made.words, context, tuple(warnings), made.host_bytes)
+    return _with_owner(wish.vram_bytes, made, seen(context), Claim(0, "", context, tuple(warnings), made.host_bytes))
 
 
-def default_context(model: _Model, limit_bytes: int | None) -> int:
+def default_context(model: Footprint, limit_bytes: int | None) -> int:
     """Tokens per request when nobody asked: what it was trained for, at most 32k, and what fits into the limit."""
     wanted = min(model.header.context_length or 4096, MOST_DEFAULT_CONTEXT)
-    if limit_bytes is None or model.estimate(wanted)[0] <= limit_bytes:
+    if limit_bytes is None or model.at(wanted).bytes <= limit_bytes:
         return wanted
     least = min(wanted, LEAST_DEFAULT_CONTEXT)
     low, high = least // CONTEXT_STEP, wanted // CONTEXT_STEP
     while low < high:  # the largest multiple of the step that fits; the estimate never falls as the context grows
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if model.estimate(middle * CONTEXT_STEP)[0] <= limit_bytes else (low, middle - 1)
+        low, high = (middle, high) if model.at(middle * CONTEXT_STEP).bytes <= limit_bytes else (low, middle - 1)
     return max(low * CONTEXT_STEP, least)
 
 
-class _Model:
-    """The figures of one model, as functions of its context."""
+def _known(estimate: Figures, peak: Peak | None, kind: str | None) -> Figures:
+    """1 before 3: the estimate, corrected by what was seen."""
+    if peak is None:
+        return estimate
+    most = _with_margin(peak.bytes)
+    host = _with_margin(peak.host_bytes) if peak.host_bytes and estimate.host_bytes else 0
+    told = _told(peak)
+    if peak.loads < LOADS_TO_LOWER:
+        host = max(host, estimate.host_bytes)
+        if most <= estimate.bytes:
+            return replace(estimate, words=f"{estimate.words}; {told}, which is less", host_bytes=host)
+    elif kind == "cpu" and most < estimate.certain_bytes:
+        most = whole_mib(estimate.certain_bytes)
+        told += f", and not less than the {format_bytes(estimate.certain_bytes)} of weights, cache and buffers"
+    words = f"{told} (estimate: {format_bytes(estimate.bytes)} = {estimate.words})"
+    return replace(estimate, bytes=most, words=words, host_bytes=host or estimate.host_bytes)
 
-    def __init__(self, headers: tuple[GgufHeader, ...], mmproj_bytes: int, wish: Wish, kind: str | None) -> None:
-        self.header = headers[0]
-        self._headers = headers
-        self._mmproj_bytes = mmproj_bytes
-        self._wish = wish
-        self._process_bytes = _PROCESS_BYTES.get(kind or "", _PROCESS_DEFAULT)
-        self._layers = self.header.block_count or 0
-        # Host memory holds all layers whatever `gpu_layers` says.
-        on_device = self._layers if wish.gpu_layers is None or kind == "cpu" else min(wish.gpu_layers, self._layers)
-        self._first_layer = self._layers - on_device
 
-    def estimate(self, context: int) -> tuple[int, str]:
-        """(bytes, how they come about) with `context` tokens for each of the parallel requests."""
-        header, parallel = self.header, self._wish.parallel
-        if not (self._layers and header.embedding_length and header.per_layer("attention.head_count", self._layers)):
-            size = sum(part.file_bytes for part in self._headers) + self._mmproj_bytes
-            return _whole_mib(int(size * _FILE_FACTOR)), f"file {format_bytes(size)} x {_FILE_FACTOR}"
-        cells = -(-context // CONTEXT_STEP) * CONTEXT_STEP
-        cache = self._cache_bytes(cells) * parallel
-        state = self._state_bytes() * parallel
-        weights, compute = self._weight_bytes(), self._compute_bytes(cells)
-        parts = [f"weights {format_bytes(weights)}"]
-        if self._first_layer:
-            parts[0] += f" ({self._layers - self._first_layer} of {self._layers} layers)"
-        if self._mmproj_bytes:
-            parts.append(f"projector {format_bytes(self._mmproj_bytes)}")
-        parts.append(f"KV cache {format_bytes(cache)} ({context} tokens x {parallel})")
-        if state:
-            parts.append(f"recurrent state {format_bytes(state)}")
-        parts += [f"compute {format_bytes(compute)}", f"process {format_bytes(self._process_bytes)}"]
-        total = weights + self._mmproj_bytes + cache + state + compute + self._process_bytes
-        return _whole_mib(total), " + ".join(parts)
+def _smaller(model: Footprint, seen: Seen, room: Room, context: int, made: Figures) -> tuple[int, Figures]:
+    """A shorter context for a model that took more than was estimated, and would never fit again as it is."""
+    excess = made.bytes - model.at(context).bytes
+    shorter = default_context(model, room.bytes - excess)
+    if shorter >= context:
+        return context, made
+    estimate = model.at(shorter)
+    if (peak := seen(shorter)) is not None:
+        return shorter, _known(estimate, peak, room.kind)
+    words = f"{estimate.words} + {format_bytes(excess)} that it took beyond its estimate with {context} tokens"
+    return shorter, replace(estimate, bytes=estimate.bytes + excess, words=words)
 
-    def _weight_bytes(self) -> int:
-        if not self._first_layer:
-            return sum(part.tensor_bytes for part in self._headers)
-        by_layer: dict[int, int] = {}
-        for part in self._headers:
-            for layer, size in part.layer_bytes.items():
-                by_layer[layer] = by_layer.get(layer, 0) + size
-        if not by_layer:  # a file of unknown quantisation: shared evenly
-            return sum(part.tensor_bytes for part in self._headers) * (self._layers - self._first_layer) // self._layers
-        return sum(size for layer, size in by_layer.items() if layer >= self._first_layer)
 
-    def _cache_bytes(self, cells: int) -> int:
-        """KV cache of one request."""
-        header, layers = self.header, self._layers
-        if header.metadata.get(f"{header.architecture}.attention.causal") is False:
-            return 0  # an encoder keeps nothing between tokens
-        heads = header.per_layer("attention.head_count", layers) or ()
-        kv_heads = header.per_layer("attention.head_count_kv", layers) or heads
-        width = header.embedding_length or 0
-        latent = header.number("attention.key_length_mla") is not None  # keys and values share one compressed vector
-        window = self._window_cells(cells)
-        total = 0.0
-        for layer in range(self._first_layer, layers):
-            head_size = width // heads[layer] if heads[layer] else 0
-            key = (header.number("attention.key_length") or head_size) * CACHE_TYPES[self._wish.cache_type_k]
-            value = (header.number("attention.value_length") or head_size) * CACHE_TYPES[self._wish.cache_type_v]
-            if not self._is_recurrent(layer):
-                total += kv_heads[layer] * (key + (0 if latent else value)) * (window[layer] if window else cells)
-        return int(total)
-
-    def _window_cells(self, cells: int) -> tuple[int, ...]:
-        """Cells per layer where some layers see only a sliding window; empty when all see everything."""
-        header = self.header
-        window = header.number("attention.sliding_window") or (8192 if header.architecture == "llama4" else 0)
-        pattern = header.metadata.get(f"{header.architecture}.attention.sliding_window_pattern")
-        period = pattern if isinstance(pattern, int) else _WINDOW_PERIODS.get(header.architecture, 0)
-        if not window or not (isinstance(pattern, tuple) or period):
-            return ()
-        narrow = min(cells, -(-(window + (self._wish.batch or _BATCH)) // CONTEXT_STEP) * CONTEXT_STEP)
-        flags = (
-            header.per_layer("attention.sliding_window_pattern", self._layers) if isinstance(pattern, tuple) else None
+def _with_owner(vram_bytes: int, made: Figures, peak: Peak | None, claimed: Claim) -> Claim:
+    """2: the owner's figure, but no less than what was seen."""
+    seen_bytes = 0 if peak is None else _with_margin(peak.bytes)
+    remedy = "raise vram, or lower context or parallel"
+    warning = ""
+    if peak is not None and seen_bytes > vram_bytes:
+        warning = (
+            f"vram {format_bytes(vram_bytes)} is less than the {format_bytes(peak.bytes)} it was seen to take at most "
+            f"in {_times(peak.loads)}, so {format_bytes(seen_bytes)} are claimed; {remedy}"
         )
-        if flags is None:
-            flags = tuple(int(layer % period < period - 1) if period else 0 for layer in range(self._layers))
-        return tuple(narrow if flag else cells for flag in flags)
-
-    def _is_recurrent(self, layer: int) -> bool:
-        period = self.header.number("full_attention_interval") or _RECURRENT_PERIODS.get(self.header.architecture, 0)
-        return bool(period) and (layer + 1) % period != 0
-
-    def _state_bytes(self) -> int:
-        """Recurrent state of one request, in the layers that have one (in all, where the file does not say)."""
-        header = self.header
-        inner, size = header.number("ssm.inner_size") or 0, header.number("ssm.state_size") or 0
-        kernel, groups = header.number("ssm.conv_kernel") or 0, header.number("ssm.group_count") or 0
-        per_layer = (max(kernel - 1, 0) * (inner + 2 * groups * size) + inner * size) * 4
-        kv_heads = header.per_layer("attention.head_count_kv", self._layers) or (1,) * self._layers
-        recurrent = sum(self._is_recurrent(layer) or not kv_heads[layer] for layer in range(self._layers))
-        return per_layer * (recurrent or self._layers)
-
-    def _compute_bytes(self, cells: int) -> int:
-        """Buffers for one batch: the widest layer, or the vocabulary where every token is scored; and the mask."""
-        header = self.header
-        width = max(header.embedding_length or 0, self._widest_attention())
-        inner = max(header.per_layer("feed_forward_length", self._layers) or (0,))
-        experts = (header.number("expert_used_count") or 0) * (header.number("expert_feed_forward_length") or 0)
-        batch = self._wish.batch or (min(max(cells, _BATCH), _LARGEST_BATCH) if self._wish.whole_input else _BATCH)
-        floats = max(3 * max(inner, experts) + 4 * width, header.vocabulary)
-        if not self._wish.flash_attention:
-            floats += cells * max(header.per_layer("attention.head_count", self._layers) or (0,))
-        return batch * (4 * floats + 2 * cells) + _COMPUTE_EXTRA
-
-    def _widest_attention(self) -> int:
-        heads = max(self.header.per_layer("attention.head_count", self._layers) or (0,))
-        return heads * (self.header.number("attention.key_length") or 0)
+        basis = f"{_told(peak)}; vram in the manifest is {format_bytes(vram_bytes)}"
+    else:
+        if vram_bytes < made.bytes:
+            warning = (
+                f"vram {format_bytes(vram_bytes)} is less than the estimate of {format_bytes(made.bytes)} "
+                f"({made.words}); {remedy}"
+            )
+        basis = f"vram in the manifest ({_named(made)})"
+    warnings = (*claimed.warnings, warning) if warning else claimed.warnings
+    return replace(claimed, bytes=max(vram_bytes, seen_bytes), basis=basis, warnings=warnings)
 
 
-def _whole_mib(size: int) -> int:
-    return -(-size // MIB) * MIB
+def _named(made: Figures) -> str:
+    return made.words if made.words.startswith("learned") else f"estimate: {format_bytes(made.bytes)} = {made.words}"
+
+
+def _with_margin(size: int) -> int:
+    return whole_mib(size + max(size * _MARGIN_PERCENT // 100, _LEAST_MARGIN))
+
+
+def _told(peak: Peak) -> str:
+    return f"learned: {format_bytes(peak.bytes)} at most in {_times(peak.loads)} + {_MARGIN_PERCENT} %"
+
+
+def _times(loads: int) -> str:
+    return f"the last {loads} loads" if loads > 1 else "its last load"

@@ -57,7 +57,10 @@ class Manifest(BaseModel):
         description="Tokens one request may use, prompt and answer together. Default: what the model was trained for, "
         "at most 32768, and what fits alone.",
     )
-    parallel: Whole = Field(default=1, ge=1, le=256, description="Requests the engine serves at once.")
+    parallel: Whole = Field(default=1, ge=1, le=256, description="Requests one engine serves at once.")
+    replicas: Whole = Field(
+        default=1, ge=1, le=64, description="Engines of this model that may run at once, where there is room and work."
+    )
     gpu_layers: Whole | None = Field(
         default=None, ge=0, description="Layers to keep on the accelerator; all when left out."
     )
@@ -68,6 +71,11 @@ class Manifest(BaseModel):
     preload: Flag = Field(default=False, description="Load at start and whenever there is free room; may be evicted.")
     stay_warm_s: Seconds | None = Field(
         default=None, description='How long it stays loaded after its last request: seconds, or a text like "10m".'
+    )
+    min_residency_s: Seconds | None = Field(
+        default=None,
+        description="How long it stays loaded at least once it is, however much others want its room; as the "
+        "configuration says when left out.",
     )
     chat_template: str | None = Field(
         default=None,

@@ -6,7 +6,7 @@ Made by `registry.py`; read by the scheduler (what it needs), the backends (how 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -52,10 +52,16 @@ class Model:
     """Size of the file, all parts of a split one together."""
     context: int
     """Tokens one request may use, prompt and answer together."""
+    host_bytes: int = 0
+    """Host memory it needs besides where it runs on an accelerator: the layers that `gpu_layers` keeps on the CPU."""
     parallel: int = 1
-    """Requests the engine serves at once."""
+    """Requests one engine of it serves at once."""
+    replicas: int = 1
+    """Slots it may have at once, each with an engine of its own."""
     stay_warm_s: float = STAY_WARM_S[Category.LLM]
     """Seconds it stays loaded after its last request."""
+    min_residency_s: float | None = None
+    """Seconds it stays loaded at least; None: what the configuration says."""
     pin: bool = False
     """Never evicted, and loaded at start."""
     preload: bool = False
@@ -78,3 +84,12 @@ class Model:
     """Where the model was found: a manifest's path, or the folder that was scanned."""
     problem: str | None = None
     """Why the model cannot be served, in words for its owner; None when it can."""
+    vram_bytes: int | None = None
+    """What its manifest says that it takes; None where it does not."""
+
+    def is_other_than(self, before: Model) -> bool:
+        """Has its owner changed it? What was learned about its memory meanwhile does not count."""
+        learned = replace(
+            before, claim_bytes=self.claim_bytes, claim_basis=self.claim_basis, host_bytes=self.host_bytes
+        )
+        return self != learned

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,12 +16,14 @@ from pydantic import create_model
 
 from inference import backends, discovery
 from inference.discovery import Found
-from inference.estimate import Claim, Room, Wish, claim
+from inference.estimate import Claim, Peak, Room, Wish, claim
 from inference.gguf_header import BadGguf, GgufHeader, HeaderCache
 from inference.gguf_kinds import category_of, not_servable
 from inference.manifest import Manifest, id_of
 from inference.model import STAY_WARM_S, Category, Model
+from inference.profile import profile_of
 from inference.validation import unknown, validate
+from inference.weights import weigh
 from inference.yaml_files import BadInput, Document, Problem, display
 
 
@@ -45,30 +48,33 @@ class _Unusable(Exception):
         self.servable = servable
 
 
-def make_model(
-    manifest: Manifest, document: Document | None, found: Found | None, headers: HeaderCache, room: Room | None
-) -> Made:
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the making of any model rests on, besides what its manifest and its file say."""
+
+    headers: HeaderCache
+    room: Room | None
+    """The device with the most memory, where it is known."""
+    peaks: Mapping[str, Peak]
+    """What loads were seen to take, by `profile_of`."""
+
+
+def make_model(manifest: Manifest, document: Document | None, found: Found | None, known: Known) -> Made:
     """The model of a manifest (with its document), or of a file found without one (`found` then says which).
 
     With a manifest that names no path, `found` is the file that was found under its id.
     """
-    return _Maker(manifest, document, found, headers, room).make()
+    return _Maker(manifest, document, found, known).make()
 
 
 class _Maker:
-    def __init__(
-        self,
-        manifest: Manifest,
-        document: Document | None,
-        found: Found | None,
-        headers: HeaderCache,
-        room: Room | None,
-    ) -> None:
+    def __init__(self, manifest: Manifest, document: Document | None, found: Found | None, known: Known) -> None:
         self._manifest = manifest
         self._document = document
         self._found = found
-        self._headers = headers
-        self._room = room
+        self._headers = known.headers
+        self._room = known.room
+        self._peaks = known.peaks
         self._id = id_of(manifest, document) if document else manifest.id or "model"
 
     def make(self) -> Made:
@@ -94,19 +100,20 @@ class _Maker:
         mmproj, mmproj_bytes = self._projector(found)
         category = manifest.category or category_of(headers[0], has_projector=mmproj is not None)
         self._check_backend(category)
-        claimed = claim(headers, mmproj_bytes, self._wish(category), self._room)
         stay_warm_s = STAY_WARM_S[category] if manifest.stay_warm_s is None else manifest.stay_warm_s
-        model = Model(
+        unclaimed = Model(
             id=self._id,
             category=category,
             backend=manifest.backend,
             path=found.path,
-            claim_bytes=claimed.bytes,
-            claim_basis=claimed.basis,
+            claim_bytes=0,
+            claim_basis="",
             file_bytes=sum(header.file_bytes for header in headers),
-            context=claimed.context,
+            context=0,
             parallel=manifest.parallel,
+            replicas=manifest.replicas,
             stay_warm_s=stay_warm_s,
+            min_residency_s=manifest.min_residency_s,
             pin=manifest.pin,
             preload=manifest.preload,
             aliases=manifest.aliases,
@@ -118,7 +125,20 @@ class _Maker:
             env=manifest.env,
             source=self._source(found),
         )
+        claimed = claim(headers, mmproj_bytes, self._wish(category), self._room, self._seen(unclaimed))
+        model = replace(
+            unclaimed,
+            claim_bytes=claimed.bytes,
+            claim_basis=claimed.basis,
+            context=claimed.context,
+            host_bytes=claimed.host_bytes,
+        )
         return Made(model, warnings=self._warnings(claimed))
+
+    def _seen(self, model: Model) -> Callable[[int], Peak | None]:
+        """What loads of it with a context were seen to take where it would run."""
+        kind = self._room.kind if self._room else ""
+        return lambda context: self._peaks.get(profile_of(replace(model, context=context), kind))
 
     # -- the files ---------------------------------------------------------------------------------------------
 
@@ -266,13 +286,15 @@ class _Maker:
         path = self._beside(manifest.path) if manifest.path else Path()
         if self._found:
             path = self._found.path
+        files = self._found.parts if self._found else _files_at(path)
+        weight = weigh(files, path.name or self._id)
         return Model(
             id=self._id,
             category=manifest.category or Category.LLM,
             backend=manifest.backend,
             path=path,
-            claim_bytes=0,
-            claim_basis="not known",
+            claim_bytes=weight.bytes if weight else 0,
+            claim_basis=weight.basis if weight else "not known",
             file_bytes=_size_of(path),
             context=manifest.context or 0,
             parallel=manifest.parallel,
@@ -300,6 +322,15 @@ def _inside(folder: Path) -> str:
     except OSError:
         return ""
     return f" ({', '.join(names[:3])})" if names else ""
+
+
+def _files_at(path: Path) -> list[Path]:
+    """The file itself; of a folder the model files in it."""
+    try:
+        inside = sorted(entry for entry in path.iterdir() if entry.suffix in (".gguf", ".safetensors"))
+    except OSError:
+        return [path]
+    return [entry for entry in inside if entry.suffix == inside[0].suffix]
 
 
 def _size_of(path: Path) -> int:

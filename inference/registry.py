@@ -18,9 +18,10 @@ from types import MappingProxyType
 from inference import errors
 from inference.catalog import Catalog, build_catalog
 from inference.discovery import Sources
-from inference.estimate import Room
+from inference.estimate import Peak, Room
 from inference.gguf_header import HeaderCache
 from inference.model import Model
+from inference.model_maker import Known
 from inference.validation import nearest
 from inference.yaml_files import Problem
 
@@ -49,6 +50,7 @@ class Registry:
         self._sources = sources
         self._room = room
         self._headers = HeaderCache()
+        self._peaks: Mapping[str, Peak] = {}
         self._building = threading.Lock()
         self._catalog = Catalog()
         self._names = _Names({})
@@ -96,6 +98,11 @@ class Registry:
             raise errors.ModelBroken(f"model {model.id!r} cannot be served: {model.problem}")
         return model
 
+    def learn(self, peaks: Mapping[str, Peak]) -> Changes:
+        """Rest the claims on what loads were seen to take (by `profile_of`), and `reload`; it applies to next loads."""
+        self._peaks = peaks
+        return self.reload()
+
     def reload(self) -> Changes:
         """Look at all sources anew and say what changed; a manifest that is broken now keeps its former version.
 
@@ -103,7 +110,7 @@ class Registry:
         """
         with self._building:
             before = self._catalog
-            after = build_catalog(self._sources, self._room, self._headers, before)
+            after = build_catalog(self._sources, Known(self._headers, self._room, self._peaks), before)
             self._names = _Names(after.models)
             self._catalog = after
             return _compare(before, after)
