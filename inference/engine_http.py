@@ -144,6 +144,11 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
         return response
 
+    @property
+    def working(self) -> bool:
+        """The engine owes an answer, or more of it; one that its reader does not take is not owed."""
+        return self._response is not None and not self._paused
+
     def usable_at(self, now_s: float) -> bool:
         """Whether the engine can be expected to still listen on this idle connection."""
         transport = self._transport

@@ -1,20 +1,21 @@
 """One life of an engine and everything it holds: lease, shim, process, socket, connections.
 
 Made by `slot.py` for each start. Calls the ledger (memory), `process.py` (the shim), a backend (how to start, is it
-ready?) and `proxy.py` (the connection). The steps come in this order; `end` may follow any of them, also one that was
-cancelled half way:
+ready?), `proxy.py` (the connection), `load_progress.py` and `progress_watch.py` (does it get on?) and `inquest.py` (why
+did it end?). The steps come in this order; `end` may follow any of them, also one that was cancelled half way:
 
 1. `acquire`      a lease on memory; a shim is fetched meanwhile, unless others have to give that memory back first
 2. `launch`       the engine runs and stands in the node ledger
 3. `until_ready`  it answers
-4. `until_over`   it died
+4. `until_over`   it died, or stalled: what was under way has been told so
 5. `end`          everything of it is dead, its row is out of the ledger, its lease is released
+
+`adopt` stands in the place of 1 to 3 for an engine that a dead broker left; from `hand_over` on this one's would be.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -23,18 +24,24 @@ from typing import Final, assert_never
 import structlog
 
 from gpuboss import errors as ledger_errors
-from gpuboss.lease_wire import terms_for
 from gpuboss.leases import HolderKind, Lease, LeaseRequest, LeaseState, new_request_id
-from gpuboss.node_ledger import NodeLedger
 from inference import engine_log
-from inference.backends import Backend, Launch
-from inference.errors import EngineDied, LoadFailed, LoadTimeout, NoRoom, WillNeverFit
+from inference.backends import Backend
+from inference.engine_log import EngineLog
+from inference.errors import EngineDied, EngineStalled, LoadFailed, NoRoom, WillNeverFit
 from inference.events import Shares
+from inference.fingerprint import fingerprint
+from inference.inquest import Inquest
+from inference.launch_order import launch_order
 from inference.lease_terms import LeaseTerms
 from inference.ledger import Ledger
+from inference.left_row import wait_row_gone
+from inference.legacy import Legacy
 from inference.load_progress import LoadProgress
 from inference.model import Model
-from inference.process import Exited, LaunchOrder, LeaseOrder, Lost, Refused, Report, Shim, Shims, Started, Wedged
+from inference.orphans import Orphan
+from inference.process import Exited, LaunchOrder, Lost, Refused, Report, Shim, Shims, Started, Wedged
+from inference.progress_watch import STALL_S, ProgressWatch, computing_process
 from inference.proxy import EngineClient
 
 __all__ = ["GRACE_S", "EngineRun"]
@@ -48,7 +55,6 @@ PAUSE_GROWTH = 1.2
 PROBE_PATIENCE_S = 5.0
 SETTLE_S = 5.0
 """How long memory of an ended holder may take to be seen as free again."""
-_SHOWN_LINES = 8
 
 _log = structlog.get_logger(__name__)
 
@@ -59,6 +65,7 @@ class EngineRun:
     def __init__(
         self,
         model: Model,
+        slot_id: str,
         *,
         ledger: Ledger,
         backend: Backend,
@@ -68,6 +75,8 @@ class EngineRun:
         wedged: Callable[[Wedged], None],
         noticed: Callable[[Lease], None],
         grace_s: float = GRACE_S,
+        stall_s: float = STALL_S,
+        orphan_grace_s: float | None = None,
     ) -> None:
         self.pid: int | None = None
         """The engine's."""
@@ -75,6 +84,7 @@ class EngineRun:
         self.fraction: float | None = None
         """How far the load is, as far as anything tells."""
         self._model = model
+        self._slot_id = slot_id
         self._ledger = ledger
         self._backend = backend
         self._binary = binary
@@ -83,15 +93,19 @@ class EngineRun:
         self._wedged = wedged
         self._noticed = noticed
         self._grace_s = grace_s
-        self._terms = LeaseTerms(ledger, model.id)
+        self._stall_s = stall_s
+        self._terms = LeaseTerms(ledger, slot_id)
+        self._legacy = Legacy(ledger.state, slot_id, model.id, orphan_grace_s)
         self._shim: Shim | None = None
         self._next: asyncio.Task[Report] | None = None
         self._launched = False
         """The order was given, and nothing says that the engine does not run."""
         self._over: Exited | Lost | None = None
+        self._hopeless = False
+        """It stalled: there is nothing in it that a gentle end would save."""
         self._socket: Path | None = None
-        self._log_path = engine_log.log_path(ledger.state.log_dir, model.id)
-        self._log_start = 0
+        self._log = EngineLog(engine_log.log_path(ledger.state.log_dir, slot_id))
+        self._inquest = Inquest(model, backend, self._log)
 
     @property
     def lease(self) -> Lease | None:
@@ -114,7 +128,7 @@ class EngineRun:
             WillNeverFit: the ledger says that it never can be granted.
             LoadFailed: the ledger does not answer.
         """
-        name = f"slot:{self._model.id}"
+        name = f"slot:{self._slot_id}"
         request = LeaseRequest(
             new_request_id(), name, HolderKind.SLOT, options, priority, preemptible=True, grace_s=self._grace_s
         )
@@ -153,6 +167,7 @@ class EngineRun:
         """
         if self._shim is None:
             self._shim = await self._shims.take()
+        await self._inquest.begin()
         order = self._order()
         assert self.lease is not None
         self._ledger.on_notice(self.lease, self._noticed)
@@ -179,44 +194,30 @@ class EngineRun:
                 case Refused(message=message):
                     raise LoadFailed(f"'{self._model.id}' cannot be started: {engine_log.without_paths(message)}")
                 case Exited() | Lost() | Wedged():
-                    raise LoadFailed(f"'{self._model.id}' cannot be started: {self._ending(report)}")
+                    raise self._inquest.load_failed(report, self.lease.shares)
                 case _:
                     assert_never(report)
 
     def _order(self) -> LaunchOrder:
-        """Everything the shim needs. Files that the engine finds or makes are private."""
-        lease, state = self.lease, self._ledger.state
+        """Everything the shim needs, and from here on the way to the engine."""
+        lease = self.lease
         assert lease is not None
-        assert lease.fence is not None, "a granted lease has a fence"
-        self._socket = state.socket_path(f"engine-{lease.id[:8]}")
-        key = secrets.token_urlsafe(24)
-        home = state.root / "engine-home"
-        home.mkdir(mode=0o700, exist_ok=True)
-        engine_log.rotate(self._log_path)
-        with contextlib.suppress(FileNotFoundError):
-            self._log_start = self._log_path.stat().st_size
-        self.client = EngineClient(self._socket, key, name=self._model.id)
-        command = self._backend.command(
+        self._socket, key = self._ledger.state.socket_path(f"engine-{lease.id[:8]}"), secrets.token_urlsafe(24)
+        order = launch_order(
             self._model,
-            Launch(
-                binary=self._binary,
-                socket=self._socket,
-                api_key=key,
-                shares=lease.shares,
-                devices=self._ledger.devices,
-                home=home,
-            ),
+            self._backend,
+            self._binary,
+            self._ledger,
+            lease,
+            socket=self._socket,
+            key=key,
+            log=self._log.path,
         )
-        return LaunchOrder(
-            argv=command.argv,
-            env={**command.env, "GPUBOSS_LEASE": lease.id},
-            cwd=str(home),
-            log=str(self._log_path),
-            socket=str(self._socket),
-            lease=LeaseOrder(
-                lease.id, lease.fence.epoch, lease.fence.seq, lease.holder, dict(lease.shares), terms_for(lease)
-            ),
-        )
+        self.client = EngineClient(self._socket, key, name=self._model.id)
+        if self._legacy.is_wanted:
+            defined = fingerprint(self._model, self._backend, self._binary, lease.shares, self._ledger.devices)
+            self._legacy.note(defined, self._socket, key)
+        return order
 
     # -- 3 ---------------------------------------------------------------------------------------------------------
 
@@ -229,14 +230,16 @@ class EngineRun:
         """
         assert self.client is not None
         assert self.pid is not None
-        progress = LoadProgress(self.pid, self._model.file_bytes, self._log_path, self._clock)
+        assert self.lease is not None
+        progress = LoadProgress(self.pid, self._model.file_bytes, self._log.path, self._clock)
         pause_s = FIRST_PAUSE_S
         while not await self._is_ready(self.client, progress):
             if self._arrived():
-                raise LoadFailed(f"'{self._model.id}' could not be loaded: {self._ending(await self._report())}")
+                raise self._inquest.load_failed(await self._report(), self.lease.shares)
             self.fraction = progress.fraction
             await asyncio.wait({self._reporting()}, timeout=pause_s)
             pause_s = min(pause_s * PAUSE_GROWTH, LAST_PAUSE_S)
+            await self._log.keep_short()
         self.fraction = None
         self._shims.refill()
 
@@ -248,10 +251,8 @@ class EngineRun:
         """
         progress.look()
         if progress.stalled_s is not None:
-            raise LoadTimeout(
-                f"'{self._model.id}' did not become ready: no progress for {progress.stalled_s:.0f} s "
-                f"({progress}){self._last_words()}"
-            )
+            self._hopeless = True
+            raise self._inquest.load_stalled(progress.stalled_s, progress)
         try:
             async with asyncio.timeout(PROBE_PATIENCE_S):
                 readiness = await self._backend.probe(client)
@@ -260,16 +261,58 @@ class EngineRun:
         progress.told(readiness.fraction)
         return readiness.ready
 
+    # -- from broker to broker --------------------------------------------------------------------------------------
+
+    def hand_over(self, load_s: float) -> None:
+        """Have the engine, which serves now, wait for the next broker if this one dies."""
+        assert self._shim is not None
+        assert self.lease is not None
+        self._legacy.hand_over(self._shim, self.lease, load_s)
+
+    async def adopt(self, orphan: Orphan, shim: Shim, lease: Lease) -> None:
+        """Go on with the engine that another broker launched; its shim and its lease are ours already.
+
+        Raises:
+            LoadFailed: it does not answer.
+        """
+        past = orphan.past
+        self._shim, self._launched, self.pid, self._socket = shim, True, orphan.engine_pid, past.socket
+        self.client = EngineClient(past.socket, past.api_key, name=self._model.id)
+        self._legacy.note(past.fingerprint, past.socket, past.api_key)
+        self._terms.granted(lease)
+        await self._inquest.begin()
+        try:
+            async with asyncio.timeout(PROBE_PATIENCE_S):
+                answers = (await self._backend.probe(self.client)).ready
+        except TimeoutError:
+            answers = False
+        if not answers:
+            raise LoadFailed(f"the engine of '{self._model.id}' (process {self.pid}) does not answer its next broker")
+
+    def hear_notices(self) -> None:
+        """Have those told who listen to notices, also of one that an adopted lease has already."""
+        assert self.lease is not None
+        self._ledger.on_notice(self.lease, self._noticed)
+
     # -- 4 ---------------------------------------------------------------------------------------------------------
 
-    async def until_over(self) -> EngineDied:
-        """Wait for the engine's end, nobody having ordered it, and say how it came."""
+    async def until_over(self) -> EngineDied | EngineStalled:
+        """Wait for the engine's end, nobody having ordered it, or for a stall, and say how it came."""
+        assert self.client is not None
+        assert self.lease is not None
+        process = computing_process(self.pid, self._ledger.devices, self.lease.shares)
+        watch = ProgressWatch(self.client, self._backend, process, stall_s=self._stall_s, clock=self._clock)
         while True:
-            engine_log.rotate(self._log_path)
-            done, _ = await asyncio.wait({self._reporting()}, timeout=60.0)
+            done, _ = await asyncio.wait({self._reporting()}, timeout=watch.pause_s)
             if done:
-                ending = self._ending(await self._report())
-                return EngineDied(f"the engine of '{self._model.id}' died: {ending}", retry_after_s=1.0)
+                return self._inquest.died(await self._report(), self.lease.shares)
+            await self._log.keep_short()
+            await watch.look()
+            if watch.stalled_s is not None:
+                self._hopeless = True
+                error = self._inquest.stalled(watch.stalled_s, self._stall_s)
+                self.client.interrupt(error)
+                return error
 
     @property
     def lost(self) -> bool:
@@ -294,6 +337,7 @@ class EngineRun:
             self._socket.unlink(missing_ok=True)
         await self._terms.close()
         if self.lease is not None:
+            self._legacy.forget(self.lease)
             await self._give_back(self.lease, used=used)
         self._terms.lease = self.pid = None
 
@@ -302,27 +346,11 @@ class EngineRun:
         assert self._shim is not None
         assert self.lease is not None
         if self._over is None:
-            self._shim.stop(self._backend.stop_grace_s)
+            self._shim.stop(0.0 if self._hopeless else self._backend.stop_grace_s)
         while self._over is None and self._launched:
             await self._report()
         if isinstance(self._over, Lost):
-            await self._row_gone(self.lease.id)
-
-    async def _row_gone(self, lease_id: str) -> None:
-        """The keeper ends what a dead shim left, and then takes out its row."""
-        pause_s = 0.01
-        while self._row_stands(lease_id):
-            await self._ledger.sweep()
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, 0.5)
-
-    def _row_stands(self, lease_id: str) -> bool:
-        try:
-            with NodeLedger(self._ledger.state.ledger_path) as books:
-                return any(row.lease_id == lease_id for row in books.rows())
-        except ledger_errors.GpubossError as error:
-            _log.warning("node_ledger_unread", model=self._model.id, error=error.message)
-            return True
+            await wait_row_gone(self._ledger, self.lease.id)
 
     async def _give_back(self, lease: Lease, *, used: bool) -> None:
         try:
@@ -331,7 +359,7 @@ class EngineRun:
             pass  # it is over already
         except ledger_errors.GpubossError as error:
             # The keeper frees it, for its holder is dead and out of the books.
-            _log.warning("lease_not_released", model=self._model.id, lease=lease.id, error=error.message)
+            _log.warning("lease_not_released", slot=self._slot_id, lease=lease.id, error=error.message)
 
     # -- reports of the shim -----------------------------------------------------------------------------------------
 
@@ -339,7 +367,7 @@ class EngineRun:
         """The task that waits for the next report; one at a time, and none is lost when its waiter is cancelled."""
         if self._next is None:
             assert self._shim is not None
-            self._next = asyncio.create_task(self._shim.report(), name=f"reports on {self._model.id}")
+            self._next = asyncio.create_task(self._shim.report(), name=f"reports on {self._slot_id}")
         return self._next
 
     def _arrived(self) -> bool:
@@ -361,20 +389,3 @@ class EngineRun:
             case _:
                 assert_never(report)
         return report
-
-    def _ending(self, report: Report) -> str:
-        """How the engine ended, and what it said last."""
-        match report:
-            case Exited():
-                return f"it {report}{self._last_words()}"
-            case Lost(code):
-                return f"its supervisor was ended by {f'signal {-code}' if code < 0 else f'exit code {code}'}"
-            case Wedged(pids):
-                return f"its processes {', '.join(map(str, pids))} do not end"
-            case _:
-                return f"its supervisor said {report}"
-
-    def _last_words(self) -> str:
-        lines = engine_log.last_lines(self._log_path, _SHOWN_LINES, since_bytes=self._log_start)
-        text = engine_log.without_paths("\n".join(lines), self._model.path)
-        return f"; its log ends with:\n{text}" if lines else ""

@@ -10,6 +10,7 @@
     |- LoadFailed             the engine could not be started, or ended before it was ready
     |- LoadTimeout            the engine did not become ready in time
     |- EngineDied             the engine ended while it served
+    |- EngineStalled          the engine made no progress with what it was asked, and was killed
     |- Preempted              something more important took the memory
     |- Unloaded               an operator unloaded the model while the request waited
     |- ShuttingDown           the broker is on its way out
@@ -22,15 +23,30 @@ Messages are written for the caller, carry numbers, and name the setting to chan
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from inference.fault import Fault
+
 
 class InferenceError(Exception):
     """Base of all errors of this package; the message is fit to be shown to the caller."""
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_s: float | None = None,
+        fault: Fault | None = None,
+        facts: Mapping[str, object] | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.retry_after_s = retry_after_s
         """Seconds after which asking again may succeed; None when that is not known or pointless."""
+        self.fault = fault
+        """What was wrong with the engine; None where it was not the engine."""
+        self.facts: Mapping[str, object] = facts or {}
+        """The message's numbers, for programs."""
 
 
 class ModelNotFound(InferenceError):
@@ -68,10 +84,16 @@ class LoadTimeout(InferenceError):
 class EngineDied(InferenceError):
     """The engine ended while it served."""
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None, reached: bool = True) -> None:
-        super().__init__(message, retry_after_s=retry_after_s)
+    def __init__(
+        self, message: str, *, retry_after_s: float | None = None, fault: Fault | None = None, reached: bool = True
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, fault=fault)
         self.reached = reached
         """False when the engine was dead before it got the request: another one may serve it."""
+
+
+class EngineStalled(InferenceError):
+    """The engine lives but made no progress for `stall_s` with what it was asked, and was killed."""
 
 
 class Preempted(InferenceError):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from gpuboss.devices import Device
 from gpuboss.identity import ProcessIdentity
-from gpuboss.leases import Lease, LeaseRequest, Shares, Snapshot
+from gpuboss.leases import Fence, Lease, LeaseRequest, Shares, Snapshot
 from gpuboss.state_dir import StateDir
 
 __all__ = ["ExternalLedger", "Ledger"]
@@ -39,6 +39,9 @@ class Ledger(Protocol):
 
     async def resize(self, lease: Lease, options: Sequence[Shares] | None = None, priority: int | None = None) -> Lease:
         """Change what a lease asks for or how important it is."""
+
+    async def take_over(self, lease_id: str, fence: Fence) -> Lease:
+        """Answer for a lease that another process asked for, and whose holder lives on."""
 
     def on_notice(self, lease: Lease, callback: Callable[[Lease], None]) -> None:
         """Have the callback told, until the lease is given back, when the lease is to yield and when not any more."""

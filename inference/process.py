@@ -1,7 +1,8 @@
 """The broker's end of a shim: spawn it, order it, hear what became of the engine.
 
 Used by `engine_run.py`. `Shims` keeps an idle shim ready, because an interpreter takes longer to start than a small
-model takes to load. The other end, and the protocol, are in `shim.py`.
+model takes to load. The other end, and the protocol, are in `shim.py`; a shim that an earlier broker spawned comes from
+`takeover.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
 import gpuboss
 import inference
+from inference.shim_door import PROTOCOL
 
 __all__ = [
     "EndReason",
@@ -25,9 +28,11 @@ __all__ = [
     "LaunchOrder",
     "LeaseOrder",
     "Lost",
+    "ReadyOrder",
     "Refused",
     "Report",
     "Shim",
+    "ShimProcess",
     "Shims",
     "Started",
     "Wedged",
@@ -104,8 +109,8 @@ class Wedged:
 class Lost:
     """The shim is dead and did not say how the engine ended; the keeper takes the row out once all is dead."""
 
-    code: int
-    """The shim's exit code; negative: the signal that killed it."""
+    code: int | None
+    """The shim's exit code; negative: the signal that killed it; None for a shim that is not our child."""
 
 
 Report = Started | Refused | Exited | Wedged | Lost
@@ -139,18 +144,62 @@ class LaunchOrder:
     lease: LeaseOrder
 
 
+@dataclass(frozen=True, slots=True)
+class ReadyOrder:
+    """The engine serves, and may outlive this broker: how the next one finds it."""
+
+    file: str
+    """Where the shim says who and where it is; gone when the engine's story is over."""
+    socket: str
+    """Where it waits for the next broker; gone with the file."""
+    grace_s: float
+    """How long it waits."""
+    told: Mapping[str, object]
+    """What the next broker has to know; the shim keeps it and does not read it."""
+
+
+class ShimProcess(Protocol):
+    """A shim, as far as the system shows it; `asyncio.subprocess.Process` for one that we spawned."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+
+    @property
+    def returncode(self) -> int | None:
+        """None until its end was noticed."""
+
+    async def wait(self) -> int | None:
+        """Its exit code, as in `Lost`, once it has ended."""
+
+    def kill(self) -> None:
+        """SIGKILL."""
+
+
 class Shim:
     """One shim process. Used by one task at a time."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def __init__(
+        self,
+        process: ShimProcess,
+        orders: asyncio.StreamWriter,
+        reports: asyncio.StreamReader,
+        *,
+        adopted: bool = False,
+        protocol: int = PROTOCOL,
+    ) -> None:
+        """For `spawn` and `takeover.take_over`."""
         self.pid = process.pid
-        self.idle = True
+        self.idle = not adopted
         """It waits for a launch: nothing runs under it."""
+        self._adopted = adopted
+        """Another broker spawned it, perhaps of another version: it serves for the engine it has, and for no other."""
         self._process = process
-        self._orders = process.stdin
-        self._reports = process.stdout
+        self._orders = orders
+        self._reports = reports
+        self._protocol = protocol
+        self._outlives = False
+        """Its engine is to outlive us if we die."""
 
     @classmethod
     async def spawn(cls, ledger: Path) -> Shim:
@@ -164,7 +213,9 @@ class Shim:
             cwd="/",
             start_new_session=True,
         )
-        return cls(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        return cls(process, process.stdin, process.stdout)
 
     @property
     def alive(self) -> bool:
@@ -176,27 +227,42 @@ class Shim:
         self.idle = False
         self._send({"op": "launch", **asdict(order)})
 
+    def ready(self, order: ReadyOrder) -> None:
+        """Have the engine outlive this broker if it dies; of an engine that was adopted: the adoption is complete."""
+        self._outlives = True
+        if self._protocol > 1:  # before, adopting was calling ready
+            self._send({"op": "ready", **asdict(order)})
+
     def stop(self, grace_s: float) -> None:
         """Order the engine's end: SIGTERM, SIGKILL after `grace_s` (at once when 0). `Exited` follows."""
+        self._outlives = False
         self._send({"op": "stop", "grace_s": grace_s})
 
     async def report(self) -> Report:
         """Wait for the next report. After `Exited` or `Lost` there is none, unless another launch is ordered."""
-        line = await self._reports.readline()
+        try:
+            line = await self._reports.readline()
+        except ConnectionResetError:
+            line = b""
         if not line:
             return Lost(await self._process.wait())
         report = _parse(json.loads(line))
-        self.idle = isinstance(report, Refused) or (
-            isinstance(report, Exited) and report.reason is not EndReason.ORPHANED
-        )
+        over = isinstance(report, Exited) and report.reason is not EndReason.ORPHANED
+        self.idle = not self._adopted and (over or isinstance(report, Refused))
         return report
+
+    def let_go(self) -> None:
+        """Give no more orders: as if this process had died."""
+        self._orders.close()
 
     async def close(self) -> None:
         """Let go of the shim, which ends whatever still runs, and wait until it is gone.
 
         One that does not go within `CLOSE_PATIENCE_S` is killed; the keeper then ends what it leaves.
         """
-        self._orders.close()
+        if self._outlives:
+            self.stop(0.0)
+        self.let_go()
         try:
             async with asyncio.timeout(CLOSE_PATIENCE_S):
                 await self._gone()
@@ -207,7 +273,8 @@ class Shim:
     async def _gone(self) -> None:
         with contextlib.suppress(ConnectionError):
             await self._orders.wait_closed()
-        await self._reports.read()
+        with contextlib.suppress(ConnectionError):
+            await self._reports.read()
         await self._process.wait()
 
     def _send(self, order: Mapping[str, object]) -> None:

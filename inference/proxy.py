@@ -44,6 +44,11 @@ class EngineClient:
         self._interrupted: InferenceError | None = None
         self._all_gone: asyncio.Future[None] | None = None
 
+    @property
+    def working(self) -> bool:
+        """Whether the engine was asked anything that it has not answered to the end."""
+        return any(connection.working for connection in self._connections)
+
     async def open(
         self, method: str, path: str, body: bytes = b"", headers: Sequence[tuple[bytes, bytes]] = ()
     ) -> EngineResponse:

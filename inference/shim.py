@@ -1,9 +1,10 @@
-"""Stands between the broker and an engine, so that no engine outlives its broker, whatever kills whom.
+"""Stands between the broker and an engine, so that no engine is left without a broker, whatever kills whom.
 
 Started by `process.py` with `python -I -S`, and made of the standard library and `gpuboss.node_ledger` alone, so that
 it is there quickly. It takes orders on stdin and reports on stdout, one JSON object per line:
 
     {"op": "launch", "argv", "env", "cwd", "log", "socket", "lease": LEASE}
+    {"op": "ready", "file", "socket", "grace_s", "told"}    the engine serves; it may outlive this broker by `grace_s`
     {"op": "stop", "grace_s": 5.0}
     {"event": "started", "pid"}                          the engine runs and is in the node ledger
     {"event": "refused", "kind", "message", "settling_bytes"}   nothing runs; another launch may be ordered
@@ -17,17 +18,18 @@ LEASE is {"id", "epoch", "seq", "holder", "shares", "terms"}.
    next launch then: a process that is there already saves a swap the start of an interpreter.
 3. End of stdin means that the broker is dead: everything is ended (reason "orphaned"). Before a launch the shim just
    ends.
-4. `kill -9` of the shim ends the engine with it (PR_SET_PDEATHSIG), and the keeper ends what the engine had started.
-5. Descendants that detach themselves become children of the shim (PR_SET_CHILD_SUBREAPER) and are found there.
+4. Not so an engine that was called ready and not ordered to end: the next broker may come to the door (`shim_door.py`)
+   within the grace, and its connection is stdin and stdout from then on. Only when nobody came it is as in 3.
+5. `kill -9` of the shim ends the engine with it (PR_SET_PDEATHSIG), and the keeper ends what the engine had started.
+6. Descendants that detach themselves become children of the shim (PR_SET_CHILD_SUBREAPER) and are found there.
 
-4 and 5 are Linux's. Elsewhere the engine's process group is ended, so that a descendant with a session of its own
+5 and 6 are Linux's. Elsewhere the engine's process group is ended, so that a descendant with a session of its own
 escapes; that way (macOS) is written, but no test has run it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import resource
@@ -36,11 +38,15 @@ import signal
 import sys
 import time
 
+from inference.shim_system import LINUX, adopt_descendants, become_engine, living_children
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from gpuboss.identity import ProcessIdentity
     from gpuboss.node_ledger import NodeLedger
+    from inference.shim_door import Door
 
 ORPHAN_GRACE_S = 0.3
 """Between TERM and KILL when the broker is dead; a broker that lives names the time itself."""
@@ -48,11 +54,7 @@ WEDGED_AFTER_S = 5.0
 """Without effect of SIGKILL before it is reported."""
 KILL_EVERY_S = 0.02
 """Between two rounds of SIGKILL: descendants may have forked, or have just become our children."""
-OOM_SCORE = 500
-"""Where memory runs out the kernel shall take the engine, which can be loaded again, not the broker or the store."""
 
-_LINUX = sys.platform == "linux"
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 
 
@@ -64,6 +66,9 @@ class Shim:
         self._poll = select.poll()
         self._poll.register(_STDIN, select.POLLIN)
         self._poll.register(wake, select.POLLIN)
+        self._orders: int | None = _STDIN
+        """Where the broker's orders come from; None while there is no broker."""
+        self._reports = _STDOUT
         self._pending = b""
         self._ledger_path = ledger
         self._ledger: NodeLedger | None = None
@@ -80,6 +85,11 @@ class Shim:
         self._reason = "exit"
         self._kill_at_s: float | None = None
         self._wedged_at_s: float | None = None
+        self._door: Door | None = None
+        """Where the next broker may come in; None where the engine is not to outlive this one."""
+        self._grace_s = 0.0
+        self._alone_until_s: float | None = None
+        """Since a broker died: when the engine is ended, unless another has called it ready."""
 
     def prepare(self) -> None:
         """Do what takes time while nobody waits; what fails here fails again when it is needed, and is told then."""
@@ -94,11 +104,13 @@ class Shim:
             ready = dict(self._poll.poll(self._patience_ms()))
             if self._wake in ready:
                 self._drain_wake()
-            if _STDIN in ready and not self._take_orders():
+            if self._orders in ready and not self._take_orders():
                 return
+            if self._door is not None:
+                self._attend(self._door, ready)
             if self._engine is not None and self._all_dead():
                 self._finish()
-                if self._leaving:
+                if self._leaving or self._orders is None:
                     return
                 self._forget()
 
@@ -106,18 +118,20 @@ class Shim:
 
     def _take_orders(self) -> bool:
         """Read and perform orders; False when there is nothing left to do."""
+        assert self._orders is not None
         try:
-            data = os.read(_STDIN, 1 << 16)
+            data = os.read(self._orders, 1 << 16)
         except ConnectionResetError:
             data = b""
         if not data:
-            self._poll.unregister(_STDIN)
-            return self._end("orphaned", ORPHAN_GRACE_S)
+            return self._lose_broker(self._orders)
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:
             order = json.loads(line)
             if order["op"] == "launch":
                 self._launch(order)
+            elif order["op"] == "ready":
+                self._await_heirs(order)
             else:  # without an engine it is one that crossed with "exited"
                 self._end("stopped", float(order["grace_s"]))
         return True
@@ -180,7 +194,7 @@ class Shim:
         pid = os.fork()
         if pid == 0:
             try:
-                _become_engine(order, shim)
+                become_engine(order, shim)
             except OSError as error:
                 os.write(told, str(error.errno).encode())
             finally:
@@ -193,6 +207,54 @@ class Shim:
             raise OSError(int(number), os.strerror(int(number)))
         return pid
 
+    # -- one broker after the other --------------------------------------------------------------------------------
+
+    def _await_heirs(self, order: dict[str, Any]) -> None:
+        """Open the door, or change what stands on it. Where that fails the engine ends with its broker."""
+        from gpuboss.identity import ProcessIdentity
+        from inference.shim_door import Door
+
+        if self._engine is None or self._kill_at_s is not None:  # it crossed with the engine's end
+            return
+        self._alone_until_s, self._grace_s = None, float(order["grace_s"])
+        try:
+            self._door = self._door or Door(self._poll, order["socket"])
+            shim, engine = (_fields(ProcessIdentity.of(pid)) for pid in (os.getpid(), self._engine))
+            self._door.tell(order["file"], order["told"], shim, engine)
+        except OSError as error:
+            self._close_door()
+            with contextlib.suppress(OSError):  # nobody reads it
+                os.write(_STDERR, f"shim {os.getpid()}: no broker will be able to adopt its engine: {error}\n".encode())
+
+    def _lose_broker(self, handle: int) -> bool:
+        """3, 4: its orders have come to their end; False when nothing is left to do."""
+        self._poll.unregister(handle)
+        if handle != _STDIN:  # whose number must not become another file's
+            os.close(handle)
+        self._orders, self._pending = None, b""
+        if self._door is None:
+            return self._end("orphaned", ORPHAN_GRACE_S)
+        self._alone_until_s = self._alone_until_s or time.monotonic() + self._grace_s
+        return True
+
+    def _attend(self, door: Door, ready: dict[int, int]) -> None:
+        """Let the next broker in, and end what none came for."""
+        heir = door.attend(ready, taken=self._orders is not None)
+        if heir is not None:
+            self._orders, protocol = heir
+            self._reports = self._orders
+            self._poll.register(self._orders, select.POLLIN)
+            if protocol == 1:
+                self._alone_until_s = None
+        alone = self._orders is None and self._alone_until_s is not None
+        if alone and time.monotonic() >= (self._alone_until_s or 0.0):
+            self._end("orphaned", ORPHAN_GRACE_S)
+
+    def _close_door(self) -> None:
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def _end(self, reason: str, grace_s: float) -> bool:
@@ -201,6 +263,7 @@ class Shim:
         self._leaving = self._leaving or reason == "orphaned"
         if self._engine is None:
             return False
+        self._close_door()
         if self._kill_at_s is None:
             self._reason = reason
         at_s = time.monotonic() + grace_s
@@ -215,7 +278,7 @@ class Shim:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
-                return _LINUX or not self._group_lives()
+                return LINUX or not self._group_lives()
             if pid == 0:
                 break
             if pid == self._engine:
@@ -227,7 +290,7 @@ class Shim:
             self._kill_at_s = now_s + KILL_EVERY_S
             self._wedged_at_s = self._wedged_at_s or now_s + WEDGED_AFTER_S
             if now_s >= self._wedged_at_s:
-                self._report("wedged", pids=_children() or [self._engine])
+                self._report("wedged", pids=living_children() or [self._engine])
                 self._wedged_at_s = float("inf")
         return False
 
@@ -235,12 +298,12 @@ class Shim:
         """Signal the engine's process group, and children that are not in it; everybody once."""
         assert self._engine is not None
         # The number of a collected engine may be another's. Its descendants are our children then, or soon will be.
-        by_group = self._reaped is None or not _LINUX
+        by_group = self._reaped is None or not LINUX
         if by_group:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._engine, number)
         if self._reaped is not None or number is signal.SIGTERM:
-            for pid in _children():
+            for pid in living_children():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     # A second SIGTERM would kill an engine that is about to exit because of the first.
                     if not (by_group and os.getpgid(pid) == self._engine):
@@ -258,6 +321,7 @@ class Shim:
         """Take the row out and say how it ended. Where that fails, no report is sent, and the row is the keeper's."""
         assert self._ledger is not None
         assert self._reaped is not None
+        self._close_door()
         with contextlib.suppress(OSError):
             os.unlink(self._socket)  # noqa: PTH108 (no pathlib here)
         self._ledger.remove(self._lease["id"], self._lease["epoch"], self._lease["seq"])
@@ -267,16 +331,19 @@ class Shim:
             "exited",
             code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
-            max_rss_bytes=usage.ru_maxrss * (1024 if _LINUX else 1),
+            max_rss_bytes=usage.ru_maxrss * (1024 if LINUX else 1),
             reason=self._reason,
         )
 
     # -- plumbing --------------------------------------------------------------------------------------------------
 
     def _patience_ms(self) -> int | None:
-        if self._kill_at_s is None:
+        due_s = self._kill_at_s
+        if due_s is None and self._orders is None:
+            due_s = self._alone_until_s
+        if due_s is None:
             return None
-        return max(0, int((self._kill_at_s - time.monotonic()) * 1000) + 1)
+        return max(0, int((due_s - time.monotonic()) * 1000) + 1)
 
     def _drain_wake(self) -> None:
         """Signals arrived: a child ended, or somebody wants the shim to go, which ends the engine first."""
@@ -285,61 +352,21 @@ class Shim:
                 sys.exit(0)
 
     def _report(self, event: str, **facts: object) -> None:
+        if self._orders is None:
+            return
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody is left; the end of stdin says so too
-            os.write(_STDOUT, json.dumps({"event": event, **facts}).encode() + b"\n")
+            os.write(self._reports, json.dumps({"event": event, **facts}).encode() + b"\n")
 
 
-def _become_engine(order: dict[str, Any], shim: int) -> None:
-    """In the forked child: be a process that ends with the shim, knows nothing of it, and execute the engine."""
-    os.setsid()
-    if _LINUX:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != shim:  # it died before the request to die with it was made
-            os._exit(127)
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:  # noqa: PTH123 (no pathlib here)
-            score.write(str(OOM_SCORE))
-    signal.set_wakeup_fd(-1)
-    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python's choice, which would be inherited
-        signal.signal(ignored, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    os.umask(0o077)
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    os.dup2(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), _STDIN)
-    os.dup2(log, _STDOUT)
-    os.dup2(log, _STDERR)
-    os.chdir(order["cwd"])
-    os.execve(order["argv"][0], order["argv"], order["env"])  # noqa: S606 (no shell is wanted)
-
-
-def _children() -> list[int]:
-    """Pids of our living children; empty where there is no /proc."""
-    if not _LINUX:
-        return []
-    own = str(os.getpid())
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 (no pathlib here)
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-            state, parent = file.read().rpartition(")")[2].split()[:2]
-            if parent == own and state not in "ZX":
-                found.append(int(name))
-    return found
-
-
-def _prctl(option: int, value: int) -> None:
-    import ctypes  # here: Linux alone
-
-    library = ctypes.CDLL(None, use_errno=True)
-    if library.prctl(option, value, 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number or errno.EPERM, os.strerror(number))
+def _fields(process: ProcessIdentity) -> dict[str, Any]:
+    return {name: getattr(process, name) for name in process.__slots__}
 
 
 def main(ledger: str) -> None:
     """Prepare what every order needs, then serve."""
     # uvloop leaves children what is not marked otherwise: the ends of our own orders and reports, the broker's log.
     os.closerange(3, 1 << 16)
-    if _LINUX:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_descendants()
     awake, wake = os.pipe()
     os.set_blocking(wake, False)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

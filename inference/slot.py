@@ -1,12 +1,14 @@
-"""One model's place: its state, its story, and the task that brings an engine to life and to its end.
+"""A model's place: its state, its story, and the task that brings an engine to life and to its end.
 
-Made by `pool.py`, one per model. `start`, `drain` and `stop` move the state at once, so that what the scheduler decided
-and what the slot shows never differ; the work that follows is done by one task per life, which reports what happened.
-Which moves are allowed is the table in `slot_state.py`; what an engine holds is in `engine_run.py`.
+Made by `pool.py`, one or more per model. `start`, `drain` and `stop` move the state at once, so that what the scheduler
+decided and what the slot shows never differ; the work that follows is done by one task per life, which reports what
+happened. Which moves are allowed is the table in `slot_state.py`; what an engine holds is in `engine_run.py`.
 
 What is reported, and when: LeaseGranted, then SlotReady; and every start ends in exactly one SlotFailed (the engine
 ended by itself, or never became ready) or SlotGone (it was stopped). By then its processes are dead and its lease is
-released. LeaseLost comes before SlotFailed where that may take a moment: the shim was killed, and the keeper clears up.
+released. An engine that a dead broker left begins with SlotAdopted instead.
+LeaseLost comes before SlotFailed where that may take a moment: the shim was killed, and the keeper clears up.
+SlotWedged says that the processes do not die, and SlotGone follows if they do after all.
 In between, Noticed says that the ledger asks for the memory, and Withdrawn that it does not any more.
 """
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +29,12 @@ from inference.backends import Backend
 from inference.engine_run import GRACE_S, EngineRun
 from inference.errors import IllegalTransition, InferenceError, LoadFailed
 from inference.events import Event, Shares
+from inference.fingerprint import fingerprint
 from inference.ledger import Ledger
 from inference.model import Model
-from inference.process import Shims, Wedged
+from inference.orphans import Orphan
+from inference.process import Shim, Shims, Wedged
+from inference.progress_watch import STALL_S
 from inference.proxy import EngineClient
 from inference.slot_state import TRANSITIONS, SlotState
 
@@ -64,12 +69,19 @@ class Slot:
         backend: Backend,
         binary: Path,
         report: Callable[[Event], None],
+        id: str | None = None,  # noqa: A002 (what it becomes)
         shims: Shims | None = None,
         grace_s: float = GRACE_S,
+        stall_s: float = STALL_S,
+        orphan_grace_s: float | None = None,
+        story: Iterable[Transition] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`id`: the model's, unless it is one of several slots. `story`: that of the slot which this one replaces.
+        `orphan_grace_s`: how long its ready engine waits for the next broker; None: it ends with this one.
+        """
         self.model = model
-        self.id = model.id
+        self.id = id or model.id
         self.state = SlotState.IDLE
         self.ready_at_s: float | None = None
         """When it became ready, by the clock; None while it is not."""
@@ -81,8 +93,10 @@ class Slot:
         self._report = report
         self._shims = shims or Shims(ledger.state.ledger_path)
         self._grace_s = grace_s
+        self._stall_s = stall_s
+        self._orphan_grace_s = orphan_grace_s
         self._clock = clock
-        self._story: deque[Transition] = deque(maxlen=STORY_LENGTH)
+        self._story: deque[Transition] = deque(story, maxlen=STORY_LENGTH)
         self._run: EngineRun | None = None
         self._task: asyncio.Task[None] | None = None
         self._stop_wanted = asyncio.Event()
@@ -153,6 +167,35 @@ class Slot:
         else:
             self._begin(options, priority, order=order)
 
+    def fingerprint(self, shares: Shares) -> str:
+        """Of the engine that it would start now with a lease like this.
+
+        Raises:
+            ModelBroken
+        """
+        return fingerprint(self.model, self._backend, self._binary, shares, self._ledger.devices)
+
+    async def adopt(self, orphan: Orphan, shim: Shim, lease: Lease) -> None:
+        """IDLE -> READY: go on with an engine that a dead broker left, whose shim and lease are ours by now.
+
+        Raises:
+            LoadFailed: it does not answer; it is dead then, and its lease is released.
+        """
+        run = self._make_run()
+        try:
+            await run.adopt(orphan, shim, lease)
+        except BaseException:
+            await run.end()
+            raise
+        past, self._run = orphan.past, run
+        self._stop_wanted.clear()
+        self.ready_at_s, self.last_load_s = self._clock(), past.load_s
+        self._move(SlotState.READY, f"adopted from broker {past.broker.pid}, as process {run.pid}")
+        run.hand_over(past.load_s)
+        self._report(events.SlotAdopted(self.ready_at_s, self.id, self.model.id, lease.shares, past.load_s))
+        run.hear_notices()
+        self._live_on(run, run.until_over())
+
     def reprice(self, priority: int) -> None:
         """Give the lease, queued or held, another class."""
         if self._run is not None:
@@ -165,8 +208,13 @@ class Slot:
 
     def _begin(self, options: tuple[Shares, ...], priority: int, *, order: int | None) -> None:
         self._stop_wanted.clear()
-        self._run = EngineRun(
+        run = self._run = self._make_run()
+        self._live_on(run, self._serve(run, options, priority, order))
+
+    def _make_run(self) -> EngineRun:
+        return EngineRun(
             self.model,
+            self.id,
             ledger=self._ledger,
             backend=self._backend,
             binary=self._binary,
@@ -175,9 +223,9 @@ class Slot:
             wedged=self._wedged,
             noticed=self._noticed,
             grace_s=self._grace_s,
+            stall_s=self._stall_s,
+            orphan_grace_s=self._orphan_grace_s,
         )
-        life = self._live(self._run, options, priority, order)
-        self._task = asyncio.get_running_loop().create_task(life, name=f"slot {self.id}")
 
     def drain(self, reason: str) -> None:
         """READY -> DRAINING: those in flight finish. When they have, the pool stops the slot.
@@ -205,16 +253,21 @@ class Slot:
         if self._task is not None:
             await asyncio.shield(self._task)
 
-    async def close(self) -> None:
-        """Stop, whatever the state, and wait until nothing is left."""
+    async def close(self, error: InferenceError | None = None) -> None:
+        """Stop, whatever the state, and wait until nothing is left. What is in flight ends as in `stop`."""
         if SlotState.STOPPING in TRANSITIONS[self.state]:
-            self.stop("the broker shuts down")
+            self.stop("the broker shuts down", error)
         await self.wait_over()
 
     # -- one life --------------------------------------------------------------------------------------------------
 
-    async def _live(self, run: EngineRun, options: tuple[Shares, ...], priority: int, order: int | None) -> None:
-        serving = asyncio.create_task(self._serve(run, options, priority, order), name=f"engine of {self.id}")
+    def _live_on(self, run: EngineRun, serve: Coroutine[None, None, InferenceError]) -> None:
+        """Until the engine ends, which `serve` says the reason of, or is to end."""
+        loop = asyncio.get_running_loop()
+        serving = loop.create_task(serve, name=f"engine of {self.id}")
+        self._task = loop.create_task(self._live(run, serving), name=f"slot {self.id}")
+
+    async def _live(self, run: EngineRun, serving: asyncio.Task[InferenceError]) -> None:
         stopping = asyncio.create_task(self._stop_wanted.wait(), name=f"stop of {self.id}")
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         for task in (serving, stopping):
@@ -231,8 +284,8 @@ class Slot:
             self._report(events.SlotGone(self._clock(), self.id))
         else:
             self._move(SlotState.FAILED, error.message)
-            _log.warning("slot_failed", model=self.id, was_ready=was_ready, error=error.message)
-            self._report(events.SlotFailed(self._clock(), self.id, error, was_ready))
+            _log.warning("slot_failed", slot=self.id, was_ready=was_ready, fault=error.fault, error=error.message)
+            self._report(events.SlotFailed(self._clock(), self.id, error, was_ready, error.fault))
 
     async def _serve(
         self, run: EngineRun, options: tuple[Shares, ...], priority: int, order: int | None
@@ -251,6 +304,7 @@ class Slot:
         self.last_load_s = self.ready_at_s - granted_at_s
         self._move(SlotState.READY, f"loaded in {self.last_load_s:.3f} s as process {run.pid}")
         self._report(events.SlotReady(self.ready_at_s, self.id, self.last_load_s))
+        run.hand_over(self.last_load_s)
         return await run.until_over()
 
     def _outcome(self, serving: asyncio.Task[InferenceError]) -> InferenceError:
@@ -264,7 +318,7 @@ class Slot:
                 return error
             case fault:
                 # A slot that a fault of ours leaves half way would hold its memory for ever: it fails like any other.
-                _log.error("slot_fault", model=self.id, exc_info=fault)
+                _log.error("slot_fault", slot=self.id, exc_info=fault)
                 return LoadFailed(f"'{self.id}' failed by an error of Model Boss itself: {fault!r}")
 
     def _noticed(self, lease: Lease) -> None:
@@ -281,6 +335,7 @@ class Slot:
             self._move(SlotState.STOPPING, "its engine ended")
         if self.state is SlotState.STOPPING:
             self._move(SlotState.WEDGED, f"SIGKILL does not end {', '.join(map(str, report.pids))}")
+            self._report(events.SlotWedged(self._clock(), self.id))
 
     def _move(self, to: SlotState, reason: str) -> None:
         if to not in TRANSITIONS[self.state]:
@@ -290,4 +345,4 @@ class Slot:
             )
         self.state = to
         self._story.append(Transition(to, self._clock(), reason))
-        _log.debug("slot_moved", model=self.id, state=str(to), reason=reason)
+        _log.debug("slot_moved", slot=self.id, state=str(to), reason=reason)

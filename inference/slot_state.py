@@ -5,6 +5,7 @@ IDLE | FAILED -> QUEUED -> LOADING           others hold the memory: the lease w
 QUEUED -> STOPPING | FAILED                  nobody wants it any more; it can never be granted
 LOADING | READY | DRAINING -> FAILED         the engine ended by itself, or never became ready
 LOADING | READY -> STOPPING                  a load nobody wants; a stop without a drain
+IDLE -> READY                                the engine of a broker that died was found alive, and is ours now
 FAILED -> LOADING | IDLE                     asked for again; forgotten
 STOPPING -> WEDGED                           the processes would not die: the memory is not ours to give
 """
@@ -46,7 +47,7 @@ LEAVING = frozenset({SlotState.DRAINING, SlotState.STOPPING})
 """States whose memory is on its way back."""
 
 TRANSITIONS: Mapping[SlotState, frozenset[SlotState]] = {
-    SlotState.IDLE: frozenset({SlotState.QUEUED, SlotState.LOADING}),
+    SlotState.IDLE: frozenset({SlotState.QUEUED, SlotState.LOADING, SlotState.READY}),
     SlotState.QUEUED: frozenset({SlotState.LOADING, SlotState.STOPPING, SlotState.FAILED}),
     SlotState.LOADING: frozenset({SlotState.READY, SlotState.STOPPING, SlotState.FAILED}),
     SlotState.READY: frozenset({SlotState.DRAINING, SlotState.STOPPING, SlotState.FAILED}),

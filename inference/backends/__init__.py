@@ -6,14 +6,16 @@ coordinator (which paths does it answer itself?). What is peculiar to an engine 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol
 
 from pydantic import BaseModel
 
 from inference.backends import llama_server
 from inference.backends.base import Command, Launch, Readiness, Routes
+from inference.fault import Fault
 from inference.model import Category, Model
+from inference.process import Exited
 from inference.proxy import EngineClient
 
 __all__ = ["REGISTRY", "Backend", "Command", "Launch", "Readiness", "Routes"]
@@ -57,6 +59,25 @@ class Backend(Protocol):
 
         Raises:
             inference.errors.LoadFailed: it answers, but will never be ready.
+        """
+
+    async def progress(self, engine: EngineClient) -> Hashable | None:
+        """Ask a ready engine how far it is with the requests that it has; only asked while there are any.
+
+        Something that differs from the last answer whenever a token of any of them was read or made in between, or
+        whatever an engine counts that makes no tokens. None: it cannot tell, and is never taken for stalled. It may
+        take as long as it likes: an answer that does not come in time counts as no progress.
+
+        Raises:
+            inference.errors.EngineDied: it does not answer.
+        """
+
+    def diagnose(self, ended: Exited, last_lines: Sequence[str]) -> Fault:
+        """What was wrong with an engine that ended by itself, by how it ended and the last lines of its log. Pure.
+
+        CRASH where nothing says otherwise, for that is tried again. BAD_ARGUMENTS and BAD_MODEL are not, until the
+        model's definition changes, so they have to be certain. A kill by the system for want of memory is seen to
+        elsewhere.
         """
 
 

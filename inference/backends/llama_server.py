@@ -1,7 +1,7 @@
 """llama.cpp's `llama-server`: GGUF models of every category, on a unix socket of its own.
 
-Registered in `backends/__init__.py`; which arguments a manifest may not give is in `llama_args.py`. The measurements
-behind the defaults are in docs/decisions/0005-starting-llama-server.md.
+Registered in `backends/__init__.py`; which arguments a manifest may not give is in `llama_args.py`, what its last words
+mean in `llama_faults.py`. The measurements behind the defaults are in docs/decisions/0005-starting-llama-server.md.
 
 - `--opt value`, never `--opt=value`: llama-server does not know the latter.
 - The key goes by environment: arguments can be read by every user of the machine.
@@ -12,19 +12,22 @@ behind the defaults are in docs/decisions/0005-starting-llama-server.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Final, Literal
 
+import orjson
 import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from gpuboss.devices import Device, DeviceKind
 from gpuboss.units import MIB
-from inference.backends import llama_args
+from inference.backends import llama_args, llama_faults
 from inference.backends.base import Command, Launch, Readiness, Routes
 from inference.errors import EngineDied, LoadFailed, ModelBroken
+from inference.fault import Fault
 from inference.gguf_header import BadGguf, read_header
 from inference.model import Category, Model
+from inference.process import Exited
 from inference.proxy import EngineClient
 from inference.validation import Flag, Whole
 
@@ -119,7 +122,8 @@ class LlamaServer:
             options = LlamaServerOptions.model_validate(dict(model.options))
             extra_args = llama_args.split(model.extra_args)
         except (ValidationError, ValueError) as error:
-            raise ModelBroken(f"the manifest of '{model.id}' says what {self.name} cannot do: {error}") from error
+            message = f"the manifest of '{model.id}' says what {self.name} cannot do: {error}"
+            raise ModelBroken(message, fault=Fault.BAD_ARGUMENTS) from error
         argv = [
             *(str(launch.binary), "--host", str(launch.socket)),
             *("--model", str(model.path), "--alias", model.id),
@@ -145,10 +149,30 @@ class LlamaServer:
             case 503:
                 return Readiness(ready=False)
             case status:
-                raise LoadFailed(f"the engine of '{engine.name}' answers /health with {status}: {body[:200]!r}")
+                message = f"the engine of '{engine.name}' answers /health with {status}: {body[:200]!r}"
+                raise LoadFailed(message, fault=Fault.CRASH)
+
+    async def progress(self, engine: EngineClient) -> Hashable | None:
+        """See `Backend.progress`. It answers at once, but counts a prompt's tokens only after each `batch_size`."""
+        response = await engine.open("GET", "/slots")
+        body = await response.read()
+        if response.status != 200:
+            return None
+        return tuple(_counts(slot) for slot in orjson.loads(body))
+
+    def diagnose(self, ended: Exited, last_lines: Sequence[str]) -> Fault:
+        """See `Backend.diagnose`."""
+        return llama_faults.diagnose(ended, last_lines)
 
 
 BACKEND = LlamaServer()
+
+
+def _counts(slot: Mapping[str, Any]) -> Hashable:
+    """Which request one of the engine's places works on, and its tokens so far; an idle one shows its last request."""
+    made = sum(token["n_decoded"] for token in slot.get("next_token", ()))
+    read = slot.get("n_prompt_tokens"), slot.get("n_prompt_tokens_processed")
+    return slot["is_processing"], slot.get("id_task"), *read, made
 
 
 def _device_args(model: Model, launch: Launch) -> list[str]:

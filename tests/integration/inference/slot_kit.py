@@ -16,6 +16,7 @@ from inference.backends import REGISTRY
 from inference.events import Event
 from inference.model import Category, Model
 from inference.process import Shims
+from inference.progress_watch import STALL_S
 from inference.proxy import EngineClient, EngineResponse
 from inference.slot import Slot
 from inference.slot_state import SlotState
@@ -53,21 +54,31 @@ class Rig:
         )
         return replace(made, **changes)  # type: ignore[arg-type] # names of fields
 
-    def slot(self, model_id: str, **changes: object) -> Slot:
+    def slot(
+        self,
+        model_id: str,
+        *,
+        slot_id: str | None = None,
+        program: Path | None = None,
+        stall_s: float = STALL_S,
+        **changes: object,
+    ) -> Slot:
         made = Slot(
             self.model(model_id, **changes),
+            id=slot_id,
             ledger=self.ledger,
             backend=REGISTRY["llama-server"],
-            binary=self.binary,
+            binary=program or self.binary,
             report=self.events.append,
             shims=self.shims,
+            stall_s=stall_s,
         )
         self.slots.append(made)
         return made
 
-    async def ready(self, model_id: str, **changes: object) -> Slot:
+    async def ready(self, model_id: str, *, stall_s: float = STALL_S, **changes: object) -> Slot:
         """A slot that answers."""
-        slot = self.slot(model_id, **changes)
+        slot = self.slot(model_id, stall_s=stall_s, **changes)  # type: ignore[arg-type] # names of fields
         await self.start(slot)
         return slot
 
@@ -88,7 +99,7 @@ class Rig:
         await until(lambda: self.told(events.SlotGone, slot), f"{slot.id} to be gone")
 
     def told(self, kind: type[Event], slot: Slot) -> list[Event]:
-        return [event for event in self.events if isinstance(event, kind) and event.model_id == slot.id]
+        return [event for event in self.events if isinstance(event, kind) and event.slot_id == slot.id]
 
     def rows(self) -> list[LedgerRow]:
         with NodeLedger(self.ledger.state.ledger_path) as books:
@@ -118,6 +129,13 @@ class Rig:
             await slot.close()
         await self.shims.close()
         await self.check_nothing_left()
+
+
+def wrapper(path: Path, script: str, *, interpreter: str = "/bin/sh") -> Path:
+    """A program that does something and then becomes llama-server: `@@` stands for that."""
+    path.write_text(f"#!{interpreter}\n{script}\n")
+    path.chmod(0o755)
+    return path
 
 
 async def post(engine: EngineClient | None, path: str, body: object) -> tuple[int, dict[str, object]]:
