@@ -10,11 +10,12 @@ from inference.events import Shares
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Queue a lease for the model's slot in the ledger: others hold the memory. Once it is granted, the slot loads.
+    """Queue a lease for a slot of the model in the ledger: others hold the memory. Once it is granted, the slot loads.
 
     For a slot that is queued already: ask for these options instead, in the same place of the queue.
     """
 
+    slot_id: str
     model_id: str
     options: tuple[Shares, ...]
     """Where it may go, best first; all devices of one option or none."""
@@ -24,23 +25,24 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Queue a lease for the model's slot (or take the queued one) and load it once the lease is granted."""
+    """Queue a lease for a slot of the model (or take the queued one) and load it once the lease is granted."""
 
+    slot_id: str
     model_id: str
     options: tuple[Shares, ...]
     """Where it may go, best first; all devices of one option or none."""
     priority: int
     """Class of the most important ticket that wants it, or of what it goes ahead of."""
     ahead_of: tuple[str, ...] = ()
-    """Models whose slots are queued for others' memory of the same devices: there is room for this one besides, so it
-    must not wait behind them in the ledger."""
+    """Slots that are queued for others' memory of the same devices: there is room for this one besides, so it must not
+    wait behind them in the ledger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reprice:
     """Give the slot's lease, queued or held, another class."""
 
-    model_id: str
+    slot_id: str
     priority: int
 
 
@@ -48,14 +50,14 @@ class Reprice:
 class Acknowledge:
     """Tell the ledger that the slot heard its notice and is yielding."""
 
-    model_id: str
+    slot_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
     """Grant no more tickets on the slot; those in flight finish."""
 
-    model_id: str
+    slot_id: str
     reason: str
     """For the slot's story: who needs the room."""
 
@@ -64,7 +66,7 @@ class Drain:
 class Stop:
     """End the slot's engine (or its load) and release its lease."""
 
-    model_id: str
+    slot_id: str
     reason: str
     error: InferenceError | None = None
     """How the requests end that are in flight; None where there are none."""
@@ -75,7 +77,7 @@ class Grant:
     """The ticket may use the slot's engine now."""
 
     ticket_id: str
-    model_id: str
+    slot_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,8 @@ class Progress:
     """Of the slot it waits for."""
     load_fraction: float | None
     """How far that slot's load is, 0 to 1; None when it does not load or does not say."""
+    eta_s: float | None = None
+    """Seconds until its turn; None where nobody can tell."""
 
 
 class Admission:

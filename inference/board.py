@@ -1,98 +1,34 @@
-"""What the scheduler knows, and the moves that change it; every move notes the action that makes it come true.
+"""The moves that change what the scheduler knows; every move notes the action that makes it come true.
 
-Written by `scheduler.py` (facts) and `plan.py` (decisions) and nobody else. Calls `queue.py`, `placement.py`.
+Made by `scheduler.py` (facts) and `plan.py` (decisions) and nobody else. The state is in `state.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from gpuboss.priority import LEAST_IMPORTANT
 from inference import actions
 from inference.claim import Claim
 from inference.demand import A_PERSON, Demand, Notice
 from inference.errors import InferenceError
-from inference.events import DeviceRoom, DevicesRead, Noticed, Shares, Ticket
+from inference.events import DevicesRead, Noticed, Shares, SlotAdopted, Ticket
 from inference.model import Model
-from inference.placement import Rooms, largest, usable
-from inference.queue import Entry, QueueLimits, WaitingLine
-from inference.slot_state import HAS_LIFE, HOLDS_MEMORY, LEAVING, SlotState
+from inference.placement import groups_of, largest, usable
+from inference.places import Place
+from inference.queue import Entry, QueueLimits
+from inference.slot_state import HAS_LIFE, SlotState
 from inference.slot_view import SlotRecord
-
-_PACE_UNKNOWN_S = 5.0
-"""Assumed between two grants before any was measured."""
-_PACE_LONGEST_S = 60.0
+from inference.state import State
 
 
-class Board:
-    """The whole state of the scheduler."""
+class Board(State):
+    """The state of a scheduler, to be written by it."""
 
     def __init__(self, limits: QueueLimits) -> None:
-        self.limits = limits
-        self.now_s = -math.inf
-        """The latest moment any event told."""
-        self.models: Mapping[str, Model] = {}
-        self.devices: tuple[DeviceRoom, ...] = ()
-        self.usable: tuple[DeviceRoom, ...] = ()
-        """Those of them that models may be put on."""
-        self.largest_bytes = 0
-        """The largest model they could hold when empty."""
-        self.slots: dict[str, SlotRecord] = {}
-        """Every slot that is or was loaded, by model id."""
-        self.line = WaitingLine(limits.aging_s)
-        self.claims: dict[str, Claim] = {}
-        """The claims of models that wait for room, by model id."""
-        self.demands: dict[str, Demand] = {}
-        """Who waits outside for memory of slots that hold it or are leaving for them, by id."""
-        self.promised: dict[str, dict[str, int]] = {}
-        """By demand, the bytes that slots gave up for it and that it does not hold yet, by device."""
-        self.running: dict[str, SlotRecord] = {}
-        """The slot of every ticket in flight."""
-        self.version = 0
-        """Grows whenever it changes who holds how much of what."""
-        self.shutting_down = False
+        super().__init__(limits)
         self._actions: list[actions.Action] = []
-        self._granted_at_s: float | None = None
-        self._pace_s = _PACE_UNKNOWN_S
-
-    # -- looking ------------------------------------------------------------------------------------------------
-
-    def holders(self) -> Iterator[SlotRecord]:
-        """The slots whose claims count."""
-        return (slot for slot in self.slots.values() if slot.state in HOLDS_MEMORY)
-
-    def rooms(self) -> Rooms:
-        """Free bytes now, with every claim counted; what is promised to somebody outside is not free."""
-        rooms = Rooms(self.usable)
-        for slot in self.slots.values():
-            if slot.state in HOLDS_MEMORY:
-                rooms.take(slot.shares)
-                if slot.state in LEAVING and slot.yields_to is None:
-                    rooms.expect(slot.shares)
-            elif slot.coming:
-                rooms.take(_kept_for(slot))
-        for shares in self.promised.values():
-            rooms.take(shares)
-        return rooms
-
-    def held_outside(self) -> dict[str, int]:
-        """Bytes by device that other holders lease, or that are promised to them."""
-        held = {device.id: device.leased_bytes for device in self.usable}
-        leaving = [slot.shares for slot in self.holders() if slot.yields_to is not None]
-        for shares in (*leaving, *self.promised.values()):
-            for device, size in shares.items():
-                if device in held:
-                    held[device] += size
-        return held
-
-    def priority_of(self, slot: SlotRecord) -> int:
-        """The class the slot defends itself with now."""
-        return slot.priority_at(self.now_s, self.limits.aging_s)
-
-    def pace_s(self, places: int) -> float:
-        """Seconds in which, at the measured pace of grants, that many places of the queue become free; 1 to 60."""
-        return min(_PACE_LONGEST_S, max(1.0, places * self._pace_s))
 
     def take_actions(self) -> list[actions.Action]:
         """What was decided since the last call, in order."""
@@ -106,10 +42,12 @@ class Board:
         if read.devices != self.devices:
             self.devices = read.devices
             self.usable = usable(read.devices)
-            self.largest_bytes = largest(self.usable)
+            self.groups, self.largest_bytes = groups_of(self.usable), largest(self.usable)
+            hosts = [device.id for device in read.devices if not device.accelerator and device not in self.usable]
+            self.host = hosts[0] if hosts else None
             self.version += 1
         for slot in self.slots.values():
-            coming = read.coming.get(slot.model.id, {}) if slot.state is SlotState.QUEUED else {}
+            coming = read.coming.get(slot.id, {}) if slot.state is SlotState.QUEUED else {}
             if coming != slot.coming:
                 slot.coming = coming
                 self.version += 1
@@ -156,7 +94,7 @@ class Board:
 
     def acknowledge(self, slot: SlotRecord) -> None:
         """Say that the slot is yielding."""
-        self._actions.append(actions.Acknowledge(slot.model.id))
+        self._actions.append(actions.Acknowledge(slot.id))
 
     def _forget_demands(self, ids: set[str]) -> None:
         """Forget those of them that no slot has notice of or leaves for, and that nothing is promised to."""
@@ -168,25 +106,43 @@ class Board:
 
     def know_models(self, models: Mapping[str, Model]) -> None:
         """Other models, or other facts about them. Slots that hold nothing for a model that is gone are forgotten."""
-        self.models = dict(models)
+        before, self.models = self.models, dict(models)
         self.version += 1
-        for model_id in [model_id for model_id in self.slots if model_id not in models]:
-            if self.slots[model_id].state not in HAS_LIFE:
-                del self.slots[model_id]
+        for model_id in before:
+            if model_id not in models:
+                self.habits.forget(model_id)
+            if model_id not in models or models[model_id].is_other_than(before[model_id]):
+                self.breakers.pop(model_id, None)  # what was wrong with it may have been mended
+        for slot in [slot for slot in self.slots.values() if slot.model.id not in models]:
+            if slot.state not in HAS_LIFE:
+                self.slots.forget(slot)
 
     # -- moves of tickets -----------------------------------------------------------------------------------------
+
+    def line_up(self, ticket: Ticket) -> None:
+        """Put a ticket in line: at the place that was kept for its client, if there is one."""
+        place = self.places.take(ticket, self.now_s)
+        entry = self.line.add(ticket, place.submitted_at_s if place is not None else None)
+        if place is not None and place.since_s is not None and ticket.model_id not in self.claims:
+            self.claims[ticket.model_id] = Claim(
+                ticket.model_id, entry, ticket.id, overtakes=place.overtakes, since_s=place.since_s
+            )
 
     def grant(self, slot: SlotRecord, entry: Entry) -> None:
         """Let the ticket use the ready slot."""
         ticket_id = entry.ticket.id
         self.line.granted(ticket_id, self.now_s)
-        slot.in_flight[ticket_id] = entry
+        slot.in_flight[ticket_id], slot.granted_at_s[ticket_id] = entry, self.now_s
         slot.taken += 1
+        if entry.ticket.session_id is not None:
+            for other in self.slots.of(slot.model.id):
+                other.sessions.pop(entry.ticket.session_id, None)
+            slot.remember_session(entry.ticket.session_id)
         self.running[ticket_id] = slot
-        if self._granted_at_s is not None:
-            self._pace_s += 0.1 * (self.now_s - self._granted_at_s - self._pace_s)
-        self._granted_at_s = self.now_s
-        self._actions.append(actions.Grant(ticket_id, slot.model.id))
+        if self.granted_at_s is not None:
+            self.between_grants_s += 0.1 * (self.now_s - self.granted_at_s - self.between_grants_s)
+        self.granted_at_s = self.now_s
+        self._actions.append(actions.Grant(ticket_id, slot.id))
 
     def refuse(self, entry: Entry, error: InferenceError) -> None:
         """Send a waiting ticket away."""
@@ -200,30 +156,62 @@ class Board:
     def withdraw(self, ticket_id: str) -> None:
         """Take the ticket out of line, if it is there; a claim nobody is left to make ends."""
         entry = self.line.remove(ticket_id)
-        if entry is not None and not self.line.wants(entry.ticket.model_id):
-            self.claims.pop(entry.ticket.model_id, None)
+        if entry is None:
+            return
+        model_id = entry.ticket.model_id
+        if not self.line.wants(model_id):
+            self.claims.pop(model_id, None)
+            for slot in self.slots.of(model_id):
+                if slot.state is SlotState.LOADING:
+                    slot.unwanted_since_s = self.now_s
+
+    def keep_place(self, ticket_id: str) -> None:
+        """The waiting ticket is about to leave unserved: its client may be back."""
+        entry = self.line.entry(ticket_id)
+        if entry is None or self.limits.keep_place_s <= 0:
+            return
+        until_s = self.now_s + self.limits.keep_place_s
+        place = Place(entry.submitted_at_s, until_s)
+        claim = self.claims.get(entry.ticket.model_id)
+        if claim is not None and claim.leader.ticket.id == ticket_id:
+            place = Place(entry.submitted_at_s, until_s, claim.overtakes, claim.since_s)
+        self.places.keep(entry.ticket, place)
+
+    def rest(self, client_id: str, cooldown_s: float) -> None:
+        """Nothing of the client has its turn for so long."""
+        self.resting[client_id] = max(self.now_s + cooldown_s, self.resting.get(client_id, -math.inf))
+        self.line.rest(client_id)
+
+    def wake_the_rested(self) -> None:
+        """Whoever has rested long enough has its turns again."""
+        for client_id in [client_id for client_id, until_s in self.resting.items() if until_s <= self.now_s]:
+            del self.resting[client_id]
+            self.line.wake(client_id)
 
     # -- moves of slots -------------------------------------------------------------------------------------------
 
     def ask(self, model: Model, options: tuple[Shares, ...], priority: int) -> None:
-        """Queue the model's lease in the ledger, for others hold the memory; asked again, other options."""
-        slot = self._slot_of(model)
+        """Queue a lease for the model in the ledger, for others hold the memory; asked again, other options."""
+        slot = self.slots.for_load(model)
         slot.asked, slot.lease_priority = options, priority
         if slot.state is not SlotState.QUEUED:
             slot.model = model
             self._move(slot, SlotState.QUEUED)
-        self._actions.append(actions.Ask(model.id, options, priority))
+        self._actions.append(actions.Ask(slot.id, model.id, self._with_host(model, options), priority))
 
     def start(self, model: Model, options: tuple[Shares, ...], priority: int) -> None:
         """Load the model; of `options` the first counts as claimed until the lease says otherwise."""
-        slot = self._slot_of(model)
+        self._start(self.slots.for_load(model), model, options, priority)
+
+    def _start(self, slot: SlotRecord, model: Model, options: tuple[Shares, ...], priority: int) -> None:
         slot.model = model
         slot.shares, slot.leased = options[0], False
         self._load(slot, priority)
         queued = self.queued_for(slot)
         slot.lease_priority = min([priority, *(other.lease_priority for other in queued)])
-        ahead_of = tuple(other.model.id for other in queued)
-        self._actions.append(actions.Start(model.id, options, slot.lease_priority, ahead_of))
+        ahead_of = tuple(other.id for other in queued)
+        wanted = self._with_host(model, options)
+        self._actions.append(actions.Start(slot.id, model.id, wanted, slot.lease_priority, ahead_of))
 
     def queued_for(self, slot: SlotRecord) -> list[SlotRecord]:
         """The slots that are queued for others' memory of the loading slot's devices."""
@@ -237,24 +225,34 @@ class Board:
         """Give the lease of a load this class, or that of slots it must not wait behind (see `start`)."""
         self.reprice(slot, min([priority, *(other.lease_priority for other in self.queued_for(slot))]))
 
-    def bring_back(self, model: Model, options: tuple[Shares, ...]) -> None:
-        """Load a model that left for somebody outside, as if it had not: its class goes on falling, its time runs."""
-        slot = self.slots[model.id]
+    def bring_back(self, slot: SlotRecord, options: tuple[Shares, ...]) -> None:
+        """Load a slot that left for somebody outside, as if it had not: its class goes on falling, its time runs."""
         priority, idle_since_s, returns = slot.priority, slot.idle_since_s, slot.returns
-        self.start(model, options, LEAST_IMPORTANT)
+        self._start(slot, self.models[slot.model.id], options, LEAST_IMPORTANT)
         slot.priority, slot.idle_since_s, slot.returns = priority, idle_since_s, returns
+
+    def adopt(self, event: SlotAdopted) -> None:
+        """The slot is ready, as an earlier broker left it; one that never was made is made."""
+        model = self.models[event.model_id]
+        slot = self.slots.get(event.slot_id) or self.slots.new(event.slot_id, model)
+        slot.model, slot.shares, slot.leased, slot.last_load_s = model, event.shares, True, event.load_s
+        slot.priority, slot.taken, slot.ready_at_s = LEAST_IMPORTANT, 0, self.now_s
+        slot.idle_since_s = slot.last_used_s = self.now_s
+        slot.warm_until_s = self.now_s + model.stay_warm_s
+        slot.lease_priority, slot.repriced = LEAST_IMPORTANT, True
+        self._move(slot, SlotState.READY)
 
     def reprice(self, slot: SlotRecord, priority: int) -> None:
         """Give the slot's lease this class, if it has another."""
         if slot.lease_priority != priority:
             slot.lease_priority, slot.repriced = priority, True
-            self._actions.append(actions.Reprice(slot.model.id, priority))
+            self._actions.append(actions.Reprice(slot.id, priority))
 
     def drain(self, slot: SlotRecord, reason: str, *, beneficiary: str | None = None) -> None:
         """Let no more tickets on the ready slot, and stop it as soon as none is in flight."""
         self._move(slot, SlotState.DRAINING)
         slot.beneficiary = beneficiary
-        self._actions.append(actions.Drain(slot.model.id, reason))
+        self._actions.append(actions.Drain(slot.id, reason))
         if not slot.in_flight:
             self.stop(slot, reason)
 
@@ -262,14 +260,14 @@ class Board:
         """End the slot's engine or load, with nothing in flight."""
         self._move(slot, SlotState.STOPPING)
         slot.beneficiary = beneficiary or slot.beneficiary
-        self._actions.append(actions.Stop(slot.model.id, reason))
+        self._actions.append(actions.Stop(slot.id, reason))
 
     def cut_short(self, slot: SlotRecord, reason: str, error: InferenceError) -> None:
         """End the slot's engine; what is in flight ends with this error. It was used until now."""
         self._move(slot, SlotState.STOPPING)
         slot.idle_since_s = slot.last_used_s = self.now_s
         slot.warm_until_s = max(slot.warm_until_s, self.now_s + slot.model.stay_warm_s)
-        self._actions.append(actions.Stop(slot.model.id, reason, error))
+        self._actions.append(actions.Stop(slot.id, reason, error))
 
     def remove(self, slot: SlotRecord, reason: str, *, beneficiary: str | None = None) -> None:
         """Get the slot out of memory, whatever it is doing; one that is leaving already just goes on."""
@@ -282,11 +280,16 @@ class Board:
         """The slot's lease is gone and it is being stopped without our order."""
         self._move(slot, SlotState.STOPPING)
 
+    def wedged(self, slot: SlotRecord) -> None:
+        """Nothing ends the slot's processes. What it was leaving for does not get its memory."""
+        slot.yields_to = slot.beneficiary = None
+        self._move(slot, SlotState.WEDGED)
+
     def leased(self, slot: SlotRecord, shares: Shares) -> None:
         """The slot has its memory, which may be another of the options than the first."""
         if slot.state is SlotState.QUEUED:
             self._load(slot, slot.lease_priority)
-        slot.leased = True
+        slot.leased, slot.moved_at_s = True, self.now_s
         if shares != slot.shares:
             slot.shares = shares
             self.version += 1
@@ -311,34 +314,32 @@ class Board:
                 promised[device] = promised.get(device, 0) + size
         self._move(slot, state)
         slot.shares, slot.leased, slot.beneficiary, slot.short_since_s = {}, False, None, None
-        slot.repriced = False
+        slot.repriced, slot.unwanted_since_s = False, None
         slot.yields_to, slot.asked, slot.coming = None, (), {}
+        slot.sessions.clear()
         self.withdraw_notice(slot)
         for ticket_id in slot.in_flight:
             del self.running[ticket_id]
         slot.in_flight.clear()
+        slot.granted_at_s.clear()
         if slot.model.id not in self.models:
-            del self.slots[slot.model.id]
+            self.slots.forget(slot)
 
-    def _slot_of(self, model: Model) -> SlotRecord:
-        slot = self.slots.get(model.id)
-        if slot is None:
-            slot = self.slots[model.id] = SlotRecord(model)
-        return slot
+    def _with_host(self, model: Model, options: tuple[Shares, ...]) -> tuple[Shares, ...]:
+        """The options with what the model keeps in host memory beside the accelerators."""
+        host_bytes = self.as_raised(model.id).host_bytes
+        if not host_bytes or self.host is None:
+            return options
+        return tuple({**option, self.host: host_bytes} for option in options)
 
     def _load(self, slot: SlotRecord, priority: int) -> None:
         slot.short_since_s, slot.asked, slot.coming, slot.returns = None, (), {}, False
         slot.priority, slot.idle_since_s, slot.taken = priority, self.now_s, 0
         slot.lease_priority = priority
+        slot.unwanted_since_s = None
         self._move(slot, SlotState.LOADING)
         self.claims.pop(slot.model.id, None)
 
     def _move(self, slot: SlotRecord, state: SlotState) -> None:
-        slot.state = state
+        slot.state, slot.moved_at_s = state, self.now_s
         self.version += 1
-
-
-def _kept_for(slot: SlotRecord) -> Shares:
-    """What a queued slot that others are told to make room for needs besides what they give."""
-    option = max(slot.asked, key=lambda option: sum(slot.coming.get(device, 0) for device in option))
-    return {device: max(0, size - slot.coming.get(device, 0)) for device, size in option.items()}

@@ -22,9 +22,9 @@ class Claim:
     """Id of the ticket whose overtakings are counted: the one that led when they began."""
     overtakes: int = 0
     since_s: float | None = None
-    """Moment of the first overtaking; None before it."""
+    """Moment of the first overtaking, or since when rivals stay only because they were just loaded; None before it."""
     rivals: frozenset[str] = frozenset()
-    """The models that would have to go; empty when no set of them would do."""
+    """The slots that would have to go; empty when no set of them would do."""
     shares: Shares | None = None
     """Where the model would go once the rivals are gone."""
     version: int = -1
@@ -45,6 +45,10 @@ class Claim:
         if granted > self.leader:
             self.overtakes += 1
             self.since_s = now_s if self.since_s is None else self.since_s
+
+    def wait(self, now_s: float) -> None:
+        """A rival stays only because it was just loaded."""
+        self.since_s = now_s if self.since_s is None else self.since_s
 
     def overdue(self, now_s: float, limits: QueueLimits) -> bool:
         """Has the leader been overtaken often or long enough?"""

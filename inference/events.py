@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from inference.errors import InferenceError
+from inference.fault import Fault
 from inference.model import Model
 
 Shares = Mapping[str, int]
@@ -45,6 +46,10 @@ class Ticket:
     stay_warm_s: float | None = None
     """Seconds the model shall stay loaded after this request; None: the model's own."""
     purpose: Purpose = Purpose.INFER
+    session_id: str | None = None
+    """A conversation: of several slots it goes to the one that had its last request, if that has a place."""
+    cooldown_s: float | None = None
+    """Seconds that the client's next request waits after this one is done; None: as configured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,8 @@ class DeviceRoom:
     """False for host memory, which is used only where no accelerator is configured."""
     leased_bytes: int = 0
     """What of `others_bytes` other holders have leases for: it may come back, and somebody may wait for it."""
+    node: str = ""
+    """The host it is in: a model is never split over several."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -98,7 +105,7 @@ class LeaseGranted:
     """A starting slot got its memory."""
 
     at_s: float
-    model_id: str
+    slot_id: str
     shares: Shares
 
 
@@ -107,7 +114,7 @@ class LeaseLost:
     """A slot's lease is gone although its engine may run; the slot is being stopped."""
 
     at_s: float
-    model_id: str
+    slot_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +122,21 @@ class SlotReady:
     """A slot's engine answers."""
 
     at_s: float
-    model_id: str
+    slot_id: str
     load_s: float
     """Seconds from the granted lease to the first answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAdopted:
+    """The engine of an earlier broker was found alive and ready, with its lease."""
+
+    at_s: float
+    slot_id: str
+    model_id: str
+    shares: Shares
+    load_s: float
+    """Seconds its load took then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +144,20 @@ class SlotFailed:
     """A slot's engine ended by itself or never became ready; its memory is free again."""
 
     at_s: float
-    model_id: str
+    slot_id: str
     error: InferenceError
     was_ready: bool
     """True when it had been serving: waiting tickets are then worth another load."""
+    fault: Fault | None = None
+    """What was wrong with the engine; None where it was not the engine: no memory, no ledger, no program."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWedged:
+    """A stopped slot's processes survive SIGKILL: its memory is not to be had until SlotGone."""
+
+    at_s: float
+    slot_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +165,7 @@ class SlotGone:
     """A stopped slot's processes are dead and its lease is released."""
 
     at_s: float
-    model_id: str
+    slot_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +173,7 @@ class Noticed:
     """Somebody outside waits for memory that a slot holds, and the ledger asks the slot to yield it."""
 
     at_s: float
-    model_id: str
+    slot_id: str
     by: str
     """Id of the lease that waits; empty for a person, who wants the slot gone and waits for nothing."""
     holder: str
@@ -162,7 +191,7 @@ class Withdrawn:
     """The notice stands no more: who waited has what it wanted, or gave up."""
 
     at_s: float
-    model_id: str
+    slot_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +211,7 @@ class DevicesRead:
     waiting: frozenset[str] = frozenset()
     """Ids of the leases that others wait for."""
     coming: Mapping[str, Shares] = field(default_factory=dict)
-    """By model whose slot is queued for others' memory, what holders were told to yield to it."""
+    """By slot that is queued for others' memory, what holders were told to yield to it."""
     asked_at_s: float = math.inf
     """When the figures were asked for: they know nothing of what came later."""
 
@@ -216,7 +245,9 @@ Event = (
     | LeaseGranted
     | LeaseLost
     | SlotReady
+    | SlotAdopted
     | SlotFailed
+    | SlotWedged
     | SlotGone
     | Noticed
     | Withdrawn

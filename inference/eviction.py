@@ -7,7 +7,9 @@ important first. If all together do not suffice, nobody goes.
 
 1. Pinned models are no candidates (`sight.py` leaves them out).
 2. An idle one yields to the same or a more important class, a busy one to a strictly more important class only.
-3. One that is loading yields only when nobody wants it any more.
+3. So does an idle one that has just been loaded (`min_residency_s`), until somebody was kept waiting long enough.
+4. One that is loading yields only when nobody wants it any more: to a strictly more important class at once, to anybody
+   once nobody has wanted it for `load_grace_s`. A caller who lost patience finds its model loaded when it asks again.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from enum import Enum
 
 from gpuboss.priority import LEAST_IMPORTANT
 from inference.events import Shares
-from inference.placement import MARGIN_BYTES, fits
+from inference.placement import Groups, fits, spread
 
 UNWANTED = LEAST_IMPORTANT + 1
 """Class of a load that nobody waits for: it goes before everything else."""
@@ -33,15 +35,17 @@ class Activity(Enum):
     """Loaded, with requests in flight."""
     LOADING = "loading"
     """Being loaded for somebody who waits."""
+    ORPHANED = "orphaned"
+    """Being loaded for somebody who left a moment ago."""
     UNWANTED = "unwanted"
-    """Being loaded although nobody waits for it."""
+    """Being loaded although nobody has waited for it for some time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A slot that may have to go."""
 
-    model_id: str
+    slot_id: str
     shares: Shares
     """What its going frees."""
     priority: int
@@ -49,19 +53,26 @@ class Candidate:
     activity: Activity
     cost: float
     """Seconds to load it again, per second it has been idle."""
+    resident: bool = False
+    """It was loaded so short a time ago that its load would have been in vain."""
+
+    @property
+    def stays_on(self) -> bool:
+        """Is it still there only because it was just loaded?"""
+        return self.resident and self.activity is Activity.IDLE
 
     @property
     def rank(self) -> tuple[int, float, str]:
         """Sorts those who go first to the front."""
-        return -self.priority, self.cost, self.model_id
+        return -self.priority, self.cost, self.slot_id
 
-    def yields_to(self, priority: int) -> bool:
-        """Cases 2 and 3: may it be sent away now, for a ticket of this class?"""
+    def yields_to(self, priority: int, *, overdue: bool = False) -> bool:
+        """May it be sent away now, for a ticket of this class? `overdue`: one that was kept waiting long enough."""
         match self.activity:
-            case Activity.IDLE:
-                return self.priority >= priority
-            case Activity.BUSY:
-                return self.priority > priority
+            case Activity.IDLE if not self.resident or overdue:
+                return self.priority >= priority  # case 2
+            case Activity.IDLE | Activity.BUSY | Activity.ORPHANED:
+                return self.priority > priority  # cases 2, 3 and 4
             case Activity.LOADING:
                 return False
             case Activity.UNWANTED:
@@ -73,43 +84,42 @@ class Candidate:
 
 
 def choose(
-    need: int, rooms: Mapping[str, int], candidates: Iterable[Candidate], *, may_split: bool
+    need: int, rooms: Mapping[str, int], candidates: Iterable[Candidate], groups: Groups
 ) -> tuple[Candidate, ...] | None:
     """The victims, of `candidates` in rank order, without whom `need` bytes do not fit; None when all are too few.
 
     `rooms` are the free bytes by device without any victim.
     """
     trial = dict(rooms)
-    spread = sum(max(0, room - MARGIN_BYTES) for room in trial.values()) if may_split else 0
+    group_of = {device: group for group in groups for device in group}
     chosen: list[Candidate] = []
     for candidate in candidates:
         suffices = False
         for device, size in candidate.shares.items():
-            if device not in trial:
-                continue
-            before, after = trial[device], trial[device] + size
-            trial[device] = after
-            if may_split:
-                spread += max(0, after - MARGIN_BYTES) - max(0, before - MARGIN_BYTES)
-            suffices = suffices or after >= need
+            if device in trial:
+                trial[device] += size
+                suffices = suffices or trial[device] >= need
         chosen.append(candidate)
-        if suffices or (may_split and spread >= need):
-            return _without_redundant(need, trial, chosen, may_split=may_split)
+        if not suffices and groups:
+            touched = {group_of[device] for device in candidate.shares if device in group_of}
+            suffices = any(spread(trial[device] for device in group) >= need for group in touched)
+        if suffices:
+            return _without_redundant(need, trial, chosen, groups)
     return None
 
 
 def _without_redundant(
-    need: int, trial: dict[str, int], chosen: list[Candidate], *, may_split: bool
+    need: int, trial: dict[str, int], chosen: list[Candidate], groups: Groups
 ) -> tuple[Candidate, ...]:
     """Drop whom the set can do without, the most important first. `trial` is the room with all of them gone."""
     kept: list[Candidate] = []
     for candidate in reversed(chosen):
-        without = dict(trial)
         for device, size in candidate.shares.items():
-            if device in without:
-                without[device] -= size
-        if fits(need, without, may_split=may_split):
-            trial = without
-        else:
+            if device in trial:
+                trial[device] -= size
+        if not fits(need, trial, groups):
             kept.append(candidate)
+            for device, size in candidate.shares.items():
+                if device in trial:
+                    trial[device] += size
     return tuple(reversed(kept))

@@ -2,10 +2,11 @@
 
 Called by `plan.py`; calls `eviction.py` for who would have to go, and `placement.py`.
 
-A claim belongs to the ticket that leads the queue of such a model while it waits for room. Its rivals are the models
+A claim belongs to the ticket that leads the queue of such a model while it waits for room. Its rivals are the slots
 that would have to go for it. A grant on a rival to a ticket that comes after the leader (of a less important class, or
-of the same and submitted later) is an overtaking. After `max_overtakes` of them, or `max_overtaken_s` from the first,
-the claim is overdue: its rivals take no further ticket that comes after the leader until that had its turn. But
+of the same and submitted later) is an overtaking. After `max_overtakes` of them, or `max_overtaken_s` from the first
+(or from when it waits for a rival only because that was just loaded), the claim is overdue: its rivals take no further
+ticket that comes after the leader until that had its turn, and `min_residency_s` protects them no more. But
 
 1. no rival is held while one of them works in a class that keeps it from yielding: the others would idle in vain; and
 2. a slot that has just loaded takes one batch: its load would have been in vain.
@@ -51,7 +52,7 @@ class Overtaking:
 
     def forbids(self, slot: SlotRecord, entry: Entry) -> bool:
         """May the ready slot not take this ticket now?"""
-        leader = self._held.get(slot.model.id)
+        leader = self._held.get(slot.id)
         if leader is None or entry < leader:
             return False
         return slot.taken >= slot.model.parallel  # case 2
@@ -59,7 +60,7 @@ class Overtaking:
     def granted(self, slot: SlotRecord, entry: Entry) -> None:
         """Count a grant against those it overtakes."""
         for claim in self._board.claims.values():
-            if slot.model.id in claim.rivals:
+            if slot.id in claim.rivals:
                 claim.count(entry, self._board.now_s)
                 self._hold_if_overdue(claim)
 
@@ -81,21 +82,21 @@ class Overtaking:
         (too important, or another claim's turn comes first), it counts what those take who would otherwise have to go.
         """
         rooms, everyone = self._sight.rooms, self._sight.candidates
-        need, priority = self._board.models[claim.model_id].claim_bytes, claim.leader.priority
-        may_split = rooms.may_split
-        present = [candidate for candidate in everyone if candidate.model_id in claim.rivals]
+        need, priority = self._board.claim_of(claim.model_id), claim.leader.priority
+        groups = rooms.groups
+        present = [candidate for candidate in everyone if candidate.slot_id in claim.rivals]
         found: Sequence[Candidate] = [candidate for candidate in present if candidate.will_yield_to(priority)]
         free = rooms.total()
-        if not fits(need, once_gone(free, found), may_split=may_split):
+        if not fits(need, once_gone(free, found), groups):
             willing = [candidate for candidate in everyone if candidate.will_yield_to(priority)] if search else ()
-            found = choose(need, free, willing, may_split=may_split) or ()
+            found = choose(need, free, willing, groups) or ()
         stands = bool(found)
         if not stands:
             free = rooms.total(kept=True)
-            enough = fits(need, once_gone(free, present), may_split=may_split)
-            found = present if enough else choose(need, free, everyone, may_split=may_split) or ()
-        ways = place(need, once_gone(free, found), may_split=may_split) if found else ()
-        claim.rivals = frozenset(candidate.model_id for candidate in found)
+            enough = fits(need, once_gone(free, present), groups)
+            found = present if enough else choose(need, free, everyone, groups) or ()
+        ways = place(need, once_gone(free, found), groups) if found else ()
+        claim.rivals = frozenset(candidate.slot_id for candidate in found)
         claim.shares = ways[0] if ways else None
         claim.version = self._board.version
         return stands

@@ -3,8 +3,8 @@
 Called by `plan.py` and `eviction.py`; calls nothing. All sizes are bytes.
 
 1. Whole on one accelerator. Of those with room, the one with the least: big holes stay for big models.
-2. Over several accelerators, the fewest that hold it: those with most room, shares in proportion to it, in index order,
-   each keeping `MARGIN_BYTES` free for what a split model's engine needs beyond its share.
+2. Over several accelerators of one node, the fewest that hold it: those with most room, shares in proportion to it, in
+   index order, each keeping `MARGIN_BYTES` free for what a split model's engine needs beyond its share.
 3. Host memory counts only where no accelerator is configured, and is never split.
 """
 
@@ -17,6 +17,10 @@ from inference.events import DeviceRoom, Shares
 
 MARGIN_BYTES = 512 * 1024 * 1024
 """What stays unclaimed on every device of a split model."""
+
+
+Groups = tuple[tuple[str, ...], ...]
+"""Sets of devices; over those of one of them a model may be split."""
 
 
 class HasShares(Protocol):
@@ -33,26 +37,33 @@ def usable(devices: Sequence[DeviceRoom]) -> tuple[DeviceRoom, ...]:
     return accelerators or tuple(devices)
 
 
+def groups_of(devices: Sequence[DeviceRoom]) -> Groups:
+    """The sets of (usable) devices that a model may be split over: several accelerators of one node."""
+    nodes: dict[str, list[str]] = {}
+    for device in devices:
+        if device.accelerator:
+            nodes.setdefault(device.node, []).append(device.id)
+    return tuple(tuple(members) for members in nodes.values() if len(members) > 1)
+
+
 def largest(devices: Sequence[DeviceRoom]) -> int:
     """Bytes of the largest model that the (usable) devices could hold if they were empty."""
     rooms = {device.id: device.capacity_bytes for device in devices}
-    split = _spread(rooms.values()) if _may_split(devices) else 0
-    return max(split, *rooms.values(), 0)
+    return max(_widest(rooms, groups_of(devices)), *rooms.values(), 0)
 
 
-def place(need: int, rooms: Mapping[str, int], *, may_split: bool) -> tuple[Shares, ...]:
+def place(need: int, rooms: Mapping[str, int], groups: Groups) -> tuple[Shares, ...]:
     """The ways to put `need` bytes into `rooms` (free bytes by device, in index order), best first; () when none."""
     if max(rooms.values(), default=-1) >= need:
         whole = sorted((room, index, device) for index, (device, room) in enumerate(rooms.items()) if room >= need)
         return tuple({device: need} for _, _, device in whole)
-    if may_split and _spread(rooms.values()) >= need:
-        return (_split(need, rooms),)
-    return ()
+    found = [_split(need, {device: rooms[device] for device in group}) for group in groups if _wide(rooms, group, need)]
+    return tuple(sorted(found, key=len))
 
 
-def fits(need: int, rooms: Mapping[str, int], *, may_split: bool) -> bool:
+def fits(need: int, rooms: Mapping[str, int], groups: Groups) -> bool:
     """Would `place` find a way?"""
-    return max(rooms.values(), default=-1) >= need or (may_split and _spread(rooms.values()) >= need)
+    return max(rooms.values(), default=-1) >= need or any(_wide(rooms, group, need) for group in groups)
 
 
 def once_gone(rooms: Mapping[str, int], victims: Iterable[HasShares]) -> dict[str, int]:
@@ -65,9 +76,17 @@ def once_gone(rooms: Mapping[str, int], victims: Iterable[HasShares]) -> dict[st
     return after
 
 
-def _spread(rooms: Iterable[int]) -> int:
-    """Bytes that several devices could hold together."""
+def spread(rooms: Iterable[int]) -> int:
+    """Bytes that devices with so much room could hold together."""
     return sum(room - MARGIN_BYTES for room in rooms if room > MARGIN_BYTES)
+
+
+def _wide(rooms: Mapping[str, int], group: Iterable[str], need: int) -> bool:
+    return spread(rooms[device] for device in group) >= need
+
+
+def _widest(rooms: Mapping[str, int], groups: Groups) -> int:
+    return max((spread(rooms[device] for device in group) for group in groups), default=0)
 
 
 def _split(need: int, rooms: Mapping[str, int]) -> Shares:
@@ -85,21 +104,17 @@ def _split(need: int, rooms: Mapping[str, int]) -> Shares:
     return shares
 
 
-def _may_split(devices: Sequence[DeviceRoom]) -> bool:
-    return len(devices) > 1 and devices[0].accelerator
-
-
 class Rooms:
     """Free bytes of every usable device while one plan is made: starts take from it, victims give to it."""
 
-    __slots__ = ("_coming", "_free", "_kept", "may_split")
+    __slots__ = ("_coming", "_free", "_kept", "groups")
 
-    def __init__(self, devices: Sequence[DeviceRoom]) -> None:
-        """`devices` are the usable ones, empty of slots."""
+    def __init__(self, devices: Sequence[DeviceRoom], groups: Groups) -> None:
+        """`devices` are the usable ones, empty of slots, and `groups` is `groups_of` them."""
         self._free = {device.id: device.capacity_bytes - device.others_bytes for device in devices}
         self._coming = dict.fromkeys(self._free, 0)
         self._kept = dict.fromkeys(self._free, 0)
-        self.may_split = _may_split(devices)
+        self.groups = groups
 
     def take(self, shares: Shares) -> None:
         """Somebody claims these bytes."""
@@ -120,6 +135,12 @@ class Rooms:
             if device in self._kept:
                 self._kept[device] += size
 
+    def close(self, devices: Iterable[str]) -> None:
+        """Nothing may be put on these devices."""
+        for device in devices:
+            if device in self._free:
+                self._free[device] = self._coming[device] = 0
+
     def total(self, *, kept: bool = False) -> dict[str, int]:
         """Free bytes by device once everything that leaves is gone; negative where claims wait for more than that.
 
@@ -131,7 +152,7 @@ class Rooms:
 
     def place(self, need: int) -> tuple[Shares, ...]:
         """The ways to put `need` bytes into what is free now, else into what will be free; () when none."""
-        return place(need, self._free, may_split=self.may_split) or place(need, self.total(), may_split=self.may_split)
+        return place(need, self._free, self.groups) or place(need, self.total(), self.groups)
 
     def overdrawn(self, shares: Shares) -> bool:
         """Is more claimed on one of these devices than it will have free? (Kept room is not claimed yet.)"""

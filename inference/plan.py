@@ -8,8 +8,12 @@ nothing.
 0. Slots that have notice from outside yield if they should; leases nobody wants any more are asked for no longer.
 1. Overdue claims hold their rivals.
 2. Heads in order: class, models that are ready before those that are not, submission.
-3. A ready model's tickets are granted, up to `parallel` at a time; those that only wanted it loaded, all.
-4. A model that is not loaded is started if it fits into what is free or is becoming free,
+3. A ready model's tickets are granted, up to `parallel` at a time on each of its slots; those that only wanted it
+   loaded, all. Of several slots a ticket gets the one that had its session's last request, else the one with the least
+   to do. When none has a place, a further slot is loaded, up to `replicas` of them: into free room alone, when nobody
+   waits who has none.
+4. A model that is not loaded is started if it fits into what is free or is becoming free, and its engine has not failed
+   so often or so lately that this must wait (`breaker.py`),
 5. else if a set of victims makes room: the start comes first, for it queues the lease; then the victims drain;
 6. else it waits, and lays claim to its rivals. Later heads may use the room it waits for until the claim is overdue.
 7. It is refused if it can never fit, or only pinned models stand in its way, or it may not evict and nothing is free.
@@ -25,8 +29,10 @@ from __future__ import annotations
 
 import math
 
+from gpuboss.priority import LEAST_IMPORTANT
 from inference import refusals
 from inference.board import Board
+from inference.breaker import MayStart, NotBefore, Open, Standing
 from inference.claim import Claim
 from inference.errors import InferenceError
 from inference.events import Purpose, Shares
@@ -36,7 +42,7 @@ from inference.overtaking import Overtaking
 from inference.placement import fits, once_gone, place
 from inference.queue import Aged, Entry
 from inference.sight import Sight
-from inference.slot_state import HOLDS_MEMORY, SlotState
+from inference.slot_state import HAS_LIFE, SlotState
 from inference.slot_view import SlotRecord
 from inference.yielding import Yielding
 
@@ -52,7 +58,7 @@ class Plan:
 
     __slots__ = (
         *("_aged", "_board", "_forlorn_bytes", "_hopeless_bytes", "_overtaking", "_sight", "_waiters", "_yielding"),
-        *("again", "blocked"),
+        *("_wide", "again", "contested"),
     )
 
     def __init__(self, board: Board) -> None:
@@ -61,14 +67,17 @@ class Plan:
         self._overtaking = Overtaking(board, self._sight)
         self._aged: Aged = board.line.aged(board.now_s)
         self._yielding = Yielding(board, self._overtaking, self._aged)
-        self._hopeless_bytes: float = math.inf
-        """The least that found no victims: heads come by falling importance, so none after it finds any for as much."""
+        self._hopeless_bytes = {False: math.inf, True: math.inf}
+        """The least that found no victims, by whether its claim was overdue: heads come by falling importance, so none
+        after it finds any for as much."""
         self._forlorn_bytes: float = math.inf
         """The least that found no rivals, likewise."""
         self._waiters: list[tuple[Model, Entry]] = []
         """The models that wait for room (case 6), with who leads their lines."""
-        self.blocked = False
-        """Does somebody wait for room?"""
+        self._wide: list[Model] = []
+        """Models that tickets wait for, and that may have further slots (case 3)."""
+        self.contested: set[str] = set()
+        """Devices with room that somebody waits for."""
         self.again = False
         """Has something been decided that may change what is right for an earlier head? Then another pass is due."""
 
@@ -84,17 +93,9 @@ class Plan:
         self._withdraw_the_unwanted()
         heads.sort()
         for head in heads:
-            entry = head[-1]
-            slot = board.slots.get(entry.ticket.model_id)
-            if slot is None or (slot.state not in HOLDS_MEMORY and not slot.coming):
-                self._load(entry)
-            elif slot.state is SlotState.READY:
-                self._serve(slot)
-            elif slot.state is SlotState.QUEUED:
-                self.blocked = True  # what it waits for is on its way
-                board.reprice(slot, entry.priority)
+            self._consider(head[-1])
         for head in reversed(heads):
-            slot = board.slots.get(head[-1].ticket.model_id)
+            slot = self._coming_slot(head[-1].ticket.model_id)
             if slot is not None and slot.state is SlotState.LOADING and not slot.leased:
                 self._give_up_if_short(slot)
         self.again = self.again or self._overtaking.unsettled
@@ -103,23 +104,55 @@ class Plan:
         for model, entry in self._waiters:
             self._queue_outside(model, entry)
         for *_, entry in heads:
-            slot = board.slots.get(entry.ticket.model_id)
-            if slot is not None and slot.state is SlotState.LOADING:
+            slot = self._coming_slot(entry.ticket.model_id)
+            if slot is not None and slot.state is SlotState.LOADING and not self._is_ready(entry.ticket.model_id):
                 board.reprice_load(slot, entry.priority)
+        if not self.again:
+            for model in self._wide:
+                self._widen(model)
+
+    def _consider(self, entry: Entry) -> None:
+        """One head."""
+        model_id = entry.ticket.model_id
+        coming = self._coming_slot(model_id)
+        if self._is_ready(model_id):
+            self._serve(model_id)
+        elif any(slot.settled for slot in self._board.slots.of(model_id)):
+            return  # it has just been sent away for an earlier head
+        elif coming is None or (coming.state is SlotState.QUEUED and not coming.coming):
+            self._load(entry)
+        elif coming.state is SlotState.QUEUED:
+            for option in coming.asked:
+                self.contested |= option.keys()  # what it waits for is on its way
+            self._board.reprice(coming, entry.priority)
+
+    def _is_ready(self, model_id: str) -> bool:
+        return any(slot.state is SlotState.READY for slot in self._board.slots.of(model_id))
+
+    def _coming_slot(self, model_id: str) -> SlotRecord | None:
+        """The slot of the model that is being loaded, or waits to be; None where there is none."""
+        for slot in self._board.slots.of(model_id):
+            if slot.state in (SlotState.LOADING, SlotState.QUEUED):
+                return slot
+        return None
 
     def _heads(self) -> list[_Head]:
         """The tickets for whom something may be done now: of each model the first."""
         board, line = self._board, self._board.line
         heads: list[_Head] = []
         for model_id in list(line.models()):
-            slot = board.slots.get(model_id)
-            if slot is not None and slot.state is SlotState.READY:
+            slots = board.slots.of(model_id)
+            ready = next((slot for slot in slots if slot.state is SlotState.READY), None)
+            if ready is not None:
                 for load in line.loads(model_id, self._aged):
-                    board.grant(slot, load)
+                    board.grant(ready, load)
+                    self._less_wanted(ready)
                 entry = line.next_for_ready(model_id, self._aged)
-                if entry is not None and len(slot.in_flight) < slot.model.parallel:
+                if entry is not None and any(slot.has_place for slot in slots):
                     heads.append((entry.priority, False, entry.submitted_at_s, entry.seq, entry))
-            elif self._servable(model_id) and (slot is None or not slot.settled):
+                if entry is not None and ready.model.replicas > 1:
+                    self._wide.append(ready.model)
+            elif self._servable(model_id) and not any(slot.settled for slot in slots):
                 entry = line.leader(model_id, self._aged)
                 if (claim := board.claims.get(model_id)) is not None:
                     claim.lead(entry, line)
@@ -127,15 +160,22 @@ class Plan:
         return heads
 
     def _servable(self, model_id: str) -> bool:
-        """Refuses everybody who waits for a model that does not exist or cannot be loaded."""
-        model = self._board.models.get(model_id)
+        """May the model be loaded? Refuses everybody who waits for one that does not exist or cannot be."""
+        board, model = self._board, self._board.models.get(model_id)
         if model is None:
             self._refuse_all(model_id, refusals.not_found(model_id))
-        elif model.problem is not None:
+            return False
+        if model.problem is not None:
             self._refuse_all(model_id, refusals.broken(model))
-        else:
-            return True
-        return False
+            return False
+        match board.breaker_state(model_id):
+            case MayStart():
+                return True
+            case NotBefore():
+                return False
+            case (Open() | Standing()) as shut:
+                self._refuse_all(model_id, refusals.shut_off(board, model, shut))
+                return False
 
     def _refuse_all(self, model_id: str, error: InferenceError) -> None:
         for entry in self._board.line.waiting_for(model_id):
@@ -144,48 +184,82 @@ class Plan:
 
     # -- case 3: ready models -------------------------------------------------------------------------------------
 
-    def _serve(self, slot: SlotRecord) -> None:
+    def _serve(self, model_id: str) -> None:
         board = self._board
-        while len(slot.in_flight) < slot.model.parallel:
-            entry = board.line.next_for_ready(slot.model.id, self._aged)
-            if entry is None or self._overtaking.forbids(slot, entry) or self._yielding.forbids(slot, entry):
+        while (entry := board.line.next_for_ready(model_id, self._aged)) is not None:
+            slot = self._slot_for(entry)
+            if slot is None:
                 return
             board.grant(slot, entry)
+            self._less_wanted(slot)
             self._yielding.granted(slot, entry)
             self._sight.forget_candidates()
             if board.claims:
                 self._overtaking.granted(slot, entry)
+
+    def _less_wanted(self, granted: SlotRecord) -> None:
+        """A ticket was granted: other slots of its model may have lost what kept them."""
+        for slot in self._board.slots.of(granted.model.id):
+            if slot is not granted and (slot.notice is not None or slot.state in (SlotState.LOADING, SlotState.QUEUED)):
+                self.again = True
+
+    def _slot_for(self, entry: Entry) -> SlotRecord | None:
+        """Of the ready slots that may take the ticket now, the one that suits it best."""
+        free = [
+            slot
+            for slot in self._board.slots.of(entry.ticket.model_id)
+            if slot.has_place and not self._overtaking.forbids(slot, entry) and not self._yielding.forbids(slot, entry)
+        ]
+        session = entry.ticket.session_id
+        return min(free, key=lambda slot: (session not in slot.sessions, len(slot.in_flight)), default=None)
+
+    def _widen(self, model: Model) -> None:
+        """Load a further slot of a model, if nothing stands against it."""
+        board = self._board
+        alive = [slot for slot in board.slots.of(model.id) if slot.state in HAS_LIFE - {SlotState.WEDGED}]
+        crowded = board.line.next_for_ready(model.id, self._aged) is not None and not any(
+            slot.has_place or slot.state is not SlotState.READY for slot in alive
+        )
+        if not crowded or len(alive) >= model.replicas:
+            return
+        if model != board.models.get(model.id) or board.breaker_state(model.id) != MayStart():
+            return
+        rooms = self._sight.rooms
+        rooms.close(self.contested)
+        if ways := rooms.place(board.claim_of(model.id)):
+            board.start(model, ways, LEAST_IMPORTANT)
+            rooms.take(ways[0])
 
     # -- cases 4 to 7: models that are not loaded -------------------------------------------------------------------
 
     def _load(self, entry: Entry) -> None:
         board = self._board
         if not board.usable:
-            self.blocked = True
             return
         model, rooms = board.models[entry.ticket.model_id], self._sight.rooms
-        need, may_evict = model.claim_bytes, entry.ticket.purpose is not Purpose.PEEK
-        hopeful = need < self._hopeless_bytes
+        need, may_evict = board.claim_of(model.id), entry.ticket.purpose is not Purpose.PEEK
+        claim = board.claims.get(model.id)
+        overdue = claim is not None and claim.overdue(board.now_s, board.limits)
         if need > board.largest_bytes:
             self._refuse_all(model.id, refusals.never_fits(board, model))
-        elif hopeful and (ways := rooms.place(need)):
+        elif need < min(self._hopeless_bytes.values()) and (ways := rooms.place(need)):
             self._start(model, ways, entry, ())
         elif not may_evict:
             self._refuse_all(model.id, refusals.no_free_room(board, model))
-        elif hopeful and (victims := self._victims(need, entry.priority)):
-            ways = place(need, once_gone(rooms.total(), victims), may_split=rooms.may_split)
+        elif need < self._hopeless_bytes[overdue] and (victims := self._victims(need, entry.priority, overdue=overdue)):
+            ways = place(need, once_gone(rooms.total(), victims), rooms.groups)
             self._start(model, ways[:1], entry, victims)
         elif self._only_pins_stand_in_the_way(need):
             self._refuse_all(model.id, refusals.all_pinned(board, model))
         else:
-            self._wait(model, entry)
+            self._wait(model, entry, was_overdue=overdue)
 
-    def _victims(self, need: int, priority: int) -> tuple[Candidate, ...]:
+    def _victims(self, need: int, priority: int, *, overdue: bool) -> tuple[Candidate, ...]:
         rooms = self._sight.rooms
-        willing = [candidate for candidate in self._sight.candidates if candidate.yields_to(priority)]
-        victims = choose(need, rooms.total(), willing, may_split=rooms.may_split)
+        willing = [one for one in self._sight.candidates if one.yields_to(priority, overdue=overdue)]
+        victims = choose(need, rooms.total(), willing, rooms.groups)
         if victims is None:
-            self._hopeless_bytes = need
+            self._hopeless_bytes[overdue] = need
         return victims or ()
 
     def _start(self, model: Model, ways: tuple[Shares, ...], entry: Entry, victims: tuple[Candidate, ...]) -> None:
@@ -193,7 +267,7 @@ class Plan:
         board.start(model, ways, entry.priority)
         rooms.take(ways[0])
         for victim in victims:
-            slot = board.slots[victim.model_id]
+            slot = board.slots[victim.slot_id]
             rooms.expect(slot.shares)
             unwanted = ", and nobody waits for it any more" if victim.activity is Activity.UNWANTED else ""
             reason = f"makes room for '{model.id}' (class {entry.priority}){unwanted}"
@@ -204,27 +278,32 @@ class Plan:
     def _only_pins_stand_in_the_way(self, need: int) -> bool:
         """Would it not fit even if the devices held nothing but the pinned models? (Other programs may leave.)"""
         rooms = self._sight.unpinned
-        return rooms is not None and not fits(need, rooms, may_split=self._sight.rooms.may_split)
+        return rooms is not None and not fits(need, rooms, self._sight.rooms.groups)
 
-    def _wait(self, model: Model, entry: Entry) -> None:
-        board = self._board
-        self.blocked = True
+    def _wait(self, model: Model, entry: Entry, *, was_overdue: bool) -> None:
+        board, need = self._board, self._board.claim_of(model.id)
         claim = board.claims.get(model.id)
         if claim is None:
             claim = board.claims[model.id] = Claim(model.id, entry, entry.ticket.id)
         if not self._overtaking.stands(claim):
-            hopeful = model.claim_bytes < self._forlorn_bytes
+            hopeful = need < self._forlorn_bytes
             if (hopeful or claim.version != board.version) and not self._overtaking.find_rivals(claim, search=hopeful):
-                self._forlorn_bytes = min(self._forlorn_bytes, model.claim_bytes)
+                self._forlorn_bytes = min(self._forlorn_bytes, need)
+        if any(one.stays_on and one.will_yield_to(entry.priority) for one in self._sight.candidates):
+            claim.wait(board.now_s)
+        if not was_overdue and claim.overdue(board.now_s, board.limits):
+            self.again = True  # what was just loaded is not safe from it
         if claim.shares is not None and self._overtaking.overdue(claim):
             self._sight.rooms.keep(claim.shares)
+        stands = claim.shares is not None and self._overtaking.stands(claim)
+        self.contested |= claim.shares.keys() if claim.shares and stands else self._sight.rooms.total().keys()
         self._waiters.append((model, entry))
 
     # -- case 9: memory that others hold ------------------------------------------------------------------------------
 
     def _queue_outside(self, model: Model, entry: Entry) -> None:
         """Have a place in the ledger's queue, if that is what helps: if no slot here would make room."""
-        board, slot = self._board, self._board.slots.get(model.id)
+        board, slot = self._board, self._coming_slot(model.id)
         queued = slot if slot is not None and slot.state is SlotState.QUEUED else None
         if queued is not None:
             board.reprice(queued, entry.priority)
@@ -233,11 +312,12 @@ class Plan:
         rooms, held = self._sight.rooms.total(kept=True), board.held_outside()
         there = {device: room + held[device] for device, room in rooms.items()}
         # Where others hold nothing, what is missing is held here, and the ledger cannot say more than that.
-        ways = place(model.claim_bytes, there, may_split=self._sight.rooms.may_split) if any(held.values()) else ()
+        ways = place(board.claim_of(model.id), there, self._sight.rooms.groups) if any(held.values()) else ()
         if ways and not (queued is not None and _same_places(queued.asked, ways)):
             board.ask(model, ways, entry.priority)
         elif queued is not None and not ways:
             board.stop(queued, "others hold nothing any more that would help")
+            self.again = True
 
     def _withdraw_the_unwanted(self) -> None:
         board = self._board
@@ -252,7 +332,7 @@ class Plan:
         if not rooms.overdrawn(slot.shares):
             slot.short_since_s = None
             return
-        self.blocked = True
+        self.contested |= slot.shares.keys()
         if slot.short_since_s is None:
             slot.short_since_s = board.now_s
         elif board.now_s - slot.short_since_s >= SHORT_S:

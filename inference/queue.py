@@ -4,6 +4,9 @@ Called by `board.py` (tickets come and go) and `plan.py` (whose turn is it); cal
 per model and per class, so that an arrival, a departure and a look at the heads cost the same with ten tickets and with
 ten thousand.
 
+A client that rests between two requests (`client_cooldown_s`) keeps its places, but its tickets are nobody's turn until
+it is done resting.
+
 Order: class, then submission. A class is a number, lower is more important. Ageing: the oldest ticket of a class counts
 one class higher per `aging_s` that it waits, up to `high` at most. Once it is granted, the next one starts to age: a
 backlog moves up ticket by ticket, not as a whole.
@@ -27,7 +30,10 @@ LADDER = (*sorted(CLASSES.values()), LEAST_IMPORTANT)
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """The bounds of waiting: the `queue:` section of model-boss.yaml. ValueError for values that cannot be meant."""
+    """The bounds of waiting: the `queue:` section of model-boss.yaml and `min_residency_s` beside it.
+
+    ValueError for values that cannot be meant.
+    """
 
     max_waiting: int = 512
     """Tickets that may wait at once; the next is refused."""
@@ -39,14 +45,24 @@ class QueueLimits:
     """Seconds, from the first such overtaking, after which there is no further one."""
     aging_s: float = 60.0
     """Seconds of waiting per class that a ticket rises, and of idling per class that a slot falls."""
+    load_grace_s: float = 10.0
+    """Seconds a load goes on for callers who left, though others of their class wait for its memory."""
+    keep_place_s: float = 120.0
+    """Seconds the place of a caller who left is kept, for the same client and model."""
+    client_cooldown_s: float = 0.0
+    """Seconds a client's tickets wait after one of its requests is done, where it does not say otherwise."""
+    min_residency_s: float | None = None
+    """Seconds a model that has just been loaded is safe from its equals; None: three times what its load took."""
 
     def __post_init__(self) -> None:
         for name in ("max_waiting", "max_wait_s", "aging_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"queue.{name} is {getattr(self, name)}; it must be more than 0")
-        for name in ("max_overtakes", "max_overtaken_s"):
+        for name in ("max_overtakes", "max_overtaken_s", "load_grace_s", "keep_place_s", "client_cooldown_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"queue.{name} is {getattr(self, name)}; it must not be negative")
+        if self.min_residency_s is not None and not self.min_residency_s >= 0:
+            raise ValueError(f"min_residency_s is {self.min_residency_s}; it must not be negative")
 
 
 class Entry(NamedTuple):
@@ -97,6 +113,11 @@ class _ModelLine:
         self.peeks = 0
         """How many of `work` are PEEK."""
 
+    def copy(self) -> _ModelLine:
+        twin = _ModelLine()
+        twin.work, twin.loads, twin.peeks = list(self.work), list(self.loads), self.peeks
+        return twin
+
 
 class WaitingLine:
     """All waiting tickets. One writer: `board.py`."""
@@ -109,6 +130,10 @@ class WaitingLine:
         """Per class all its tickets, oldest first."""
         self._oldest_served_at_s: dict[int, float] = {}
         """Per class the moment its oldest ticket was last granted."""
+        self._clients: dict[str, set[str]] = {}
+        """The ids of the tickets of those who say who they are."""
+        self._resting: set[str] = set()
+        """Clients whose tickets are in `_entries` alone."""
         self._seq = 0
 
     def __len__(self) -> int:
@@ -119,17 +144,16 @@ class WaitingLine:
 
     # -- coming and going ---------------------------------------------------------------------------------------
 
-    def add(self, ticket: Ticket) -> Entry:
-        """Put a ticket, not yet in line, at its place."""
+    def add(self, ticket: Ticket, since_s: float | None = None) -> Entry:
+        """Put a ticket, not yet in line, at its place, which may be that of somebody who came before it."""
         self._seq += 1
-        entry = Entry(ticket.priority, ticket.submitted_at_s, self._seq, ticket)
+        submitted_at_s = ticket.submitted_at_s if since_s is None else since_s
+        entry = Entry(ticket.priority, submitted_at_s, self._seq, ticket)
         self._entries[ticket.id] = entry
-        line = self._models.get(ticket.model_id)
-        if line is None:
-            line = self._models[ticket.model_id] = _ModelLine()
-        insort(line.loads if ticket.purpose is Purpose.LOAD else line.work, entry)
-        line.peeks += ticket.purpose is Purpose.PEEK
-        insort(self._classes.setdefault(entry.priority, []), entry)
+        if ticket.client_id is not None:
+            self._clients.setdefault(ticket.client_id, set()).add(ticket.id)
+        if ticket.client_id not in self._resting:
+            self._line_up(entry)
         return entry
 
     def remove(self, ticket_id: str) -> Entry | None:
@@ -137,6 +161,39 @@ class WaitingLine:
         entry = self._entries.pop(ticket_id, None)
         if entry is None:
             return None
+        client = entry.ticket.client_id
+        if client not in self._resting:
+            self._step_out(entry)
+        if client is not None:
+            self._clients[client].discard(ticket_id)
+            if not self._clients[client]:
+                del self._clients[client]
+        return entry
+
+    def rest(self, client_id: str) -> None:
+        """Nothing of the client has its turn from now on."""
+        if client_id not in self._resting:
+            for ticket_id in self._clients.get(client_id, ()):
+                self._step_out(self._entries[ticket_id])
+            self._resting.add(client_id)
+
+    def wake(self, client_id: str) -> None:
+        """What the client waits for may have its turn again."""
+        if client_id in self._resting:
+            self._resting.discard(client_id)
+            for ticket_id in self._clients.get(client_id, ()):
+                self._line_up(self._entries[ticket_id])
+
+    def _line_up(self, entry: Entry) -> None:
+        ticket = entry.ticket
+        line = self._models.get(ticket.model_id)
+        if line is None:
+            line = self._models[ticket.model_id] = _ModelLine()
+        insort(line.loads if ticket.purpose is Purpose.LOAD else line.work, entry)
+        line.peeks += ticket.purpose is Purpose.PEEK
+        insort(self._classes.setdefault(entry.priority, []), entry)
+
+    def _step_out(self, entry: Entry) -> None:
         ticket = entry.ticket
         line = self._models[ticket.model_id]
         entries = line.loads if ticket.purpose is Purpose.LOAD else line.work
@@ -148,12 +205,11 @@ class WaitingLine:
         del peers[bisect_left(peers, entry)]
         if not peers:
             del self._classes[entry.priority]
-        return entry
 
     def granted(self, ticket_id: str, at_s: float) -> None:
         """Take a ticket out of line because it has its turn."""
         entry = self._entries.get(ticket_id)
-        if entry is not None and self._classes[entry.priority][0] == entry:
+        if entry is not None and (peers := self._classes.get(entry.priority)) and peers[0] == entry:
             self._oldest_served_at_s[entry.priority] = at_s
         self.remove(ticket_id)
 
@@ -213,18 +269,40 @@ class WaitingLine:
         return [risen_now.get(entry.seq, entry) for entry in loads]
 
     def waiting_for(self, model_id: str) -> list[Entry]:
-        """Everyone who waits for the model, next first."""
+        """Everyone who waits for the model, those of resting clients too, next first."""
         line = self._models.get(model_id)
-        return sorted(line.loads + line.work) if line is not None else []
+        resting = [entry for entry in self._of_the_resting() if entry.ticket.model_id == model_id]
+        return sorted(line.loads + line.work + resting) if line is not None else sorted(resting)
 
     # -- for limits and people ----------------------------------------------------------------------------------
 
     def expired(self, now_s: float, max_wait_s: float) -> list[Entry]:
-        """The tickets that have waited too long."""
-        late: list[Entry] = []
+        """The tickets that have waited too long; what somebody waited at a place before does not count."""
+        suspects = self._of_the_resting()
         for entries in self._classes.values():
-            late += entries[: bisect_right(entries, now_s - max_wait_s, key=_submitted_at_s)]
-        return late
+            suspects += entries[: bisect_right(entries, now_s - max_wait_s, key=_submitted_at_s)]
+        return [entry for entry in suspects if now_s - entry.ticket.submitted_at_s >= max_wait_s]
+
+    def entry(self, ticket_id: str) -> Entry | None:
+        """The ticket's place; None when it does not wait."""
+        return self._entries.get(ticket_id)
+
+    def copy(self) -> WaitingLine:
+        """The same line, to be changed apart."""
+        twin = WaitingLine(self._aging_s)
+        twin._entries = dict(self._entries)
+        twin._models = {model_id: line.copy() for model_id, line in self._models.items()}
+        twin._classes = {priority: list(entries) for priority, entries in self._classes.items()}
+        twin._oldest_served_at_s = dict(self._oldest_served_at_s)
+        twin._clients = {client: set(ids) for client, ids in self._clients.items()}
+        twin._resting = set(self._resting)
+        twin._seq = self._seq
+        return twin
+
+    @property
+    def oldest_s(self) -> float | None:
+        """When the first of those who have a turn came, or stood at their place; None when nobody waits."""
+        return min((entries[0].submitted_at_s for entries in self._classes.values()), default=None)
 
     def position(self, ticket_id: str) -> tuple[int, int]:
         """(k, n): the ticket is the k-th of n by class and submission; (0, n) when it does not wait."""
@@ -238,6 +316,9 @@ class WaitingLine:
         """All entries, next first, with the classes they have risen to."""
         risen_now = {riser.seq: riser for risers in self.aged(now_s).values() for riser in risers}
         return sorted(risen_now.get(entry.seq, entry) for entry in self._entries.values())
+
+    def _of_the_resting(self) -> list[Entry]:
+        return [self._entries[ticket_id] for client in self._resting for ticket_id in self._clients.get(client, ())]
 
 
 def _submitted_at_s(entry: Entry) -> float:

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gpuboss.units import format_bytes
-from inference import errors
-from inference.board import Board
+from inference import errors, fault_refusals
+from inference.breaker import Open, Standing
 from inference.demand import Demand
 from inference.model import Model
 from inference.placement import MARGIN_BYTES, largest
 from inference.queue import Entry
+from inference.raised import why_refused
+from inference.state import State
 
 _NAMED = 4
 """Devices and models a message names; of the others it says how many."""
@@ -31,9 +33,19 @@ def broken(model: Model) -> errors.ModelBroken:
     return errors.ModelBroken(f"model '{model.id}' cannot be served: {model.problem}")
 
 
-def never_fits(board: Board, model: Model) -> errors.WillNeverFit:
+def shut_off(board: State, model: Model, shut: Open | Standing) -> errors.LoadFailed:
+    """Its engine failed in a way, or so often, that it is not started again for now."""
+    if isinstance(shut, Open):
+        return fault_refusals.crashes_too_often(model, shut, board.now_s)
+    return fault_refusals.stands(
+        model, shut, out_of_memory=why_refused(model, board.as_raised(model.id), board.rooms().total())
+    )
+
+
+def never_fits(board: State, model: Model) -> errors.WillNeverFit:
     """Larger than the devices are when empty."""
-    several = len(board.usable) > 1 and board.usable[0].accelerator
+    several = bool(board.groups)
+    need = board.claim_of(model.id)
     where = f"{len(board.usable)} devices together" if several else f"'{board.usable[0].id}'"
     devices = _some(
         f"{device.id} {format_bytes(device.capacity_bytes)} ({format_bytes(device.total_bytes)} less "
@@ -42,36 +54,38 @@ def never_fits(board: Board, model: Model) -> errors.WillNeverFit:
     )
     margin = f", of each {format_bytes(MARGIN_BYTES)} left free for a model over several" if several else ""
     return errors.WillNeverFit(
-        f"model '{model.id}' needs {format_bytes(model.claim_bytes)} ({model.claim_basis}), but {where} can hold "
+        f"model '{model.id}' needs {format_bytes(need)} ({_basis(board, model)}), but {where} can hold "
         f"at most {format_bytes(largest(board.usable))} when empty: {devices}{margin}. "
         "Set a smaller `vram` in the model's manifest if the estimate is too large, use a smaller model or context, "
         "or change `devices` or `reserve` in model-boss.yaml"
     )
 
 
-def all_pinned(board: Board, model: Model) -> errors.NoRoom:
+def all_pinned(board: State, model: Model) -> errors.NoRoom:
     """What holds the room is pinned."""
     pinned = _some(
-        f"'{slot.model.id}' {format_bytes(sum(slot.shares.values()))}" for slot in board.holders() if slot.model.pin
+        f"'{slot.model.id}' {format_bytes(sum(slot.shares.values()))}"
+        for slot in board.slots.holders()
+        if slot.model.pin
     )
     return errors.NoRoom(
-        f"model '{model.id}' needs {format_bytes(model.claim_bytes)}, and the room it needs is held by pinned models, "
+        f"model '{model.id}' needs {format_bytes(board.claim_of(model.id))}, and that room is held by pinned models, "
         f"which are never evicted: {pinned}; of {_room_text(board)}. "
         "Remove `pin` from a model's manifest, or unload one"
     )
 
 
-def no_free_room(board: Board, model: Model) -> errors.NoRoom:
+def no_free_room(board: State, model: Model) -> errors.NoRoom:
     """A ticket that may not evict anybody found no free room."""
     return errors.NoRoom(
-        f"model '{model.id}' is not loaded and needs {format_bytes(model.claim_bytes)}, but there is "
+        f"model '{model.id}' is not loaded and needs {format_bytes(board.claim_of(model.id))}, but there is "
         f"{_room_text(board)}; this kind of request never evicts another model. "
         "Send an inference request, or load the model first",
         retry_after_s=board.pace_s(len(board.line) + 1),
     )
 
 
-def queue_full(board: Board) -> errors.QueueFull:
+def queue_full(board: State) -> errors.QueueFull:
     """Too many tickets wait."""
     return errors.QueueFull(
         f"{len(board.line)} requests are waiting and at most {board.limits.max_waiting} may (`queue.max_waiting` in "
@@ -80,19 +94,20 @@ def queue_full(board: Board) -> errors.QueueFull:
     )
 
 
-def queue_timeout(board: Board, entry: Entry) -> errors.QueueTimeout:
+def queue_timeout(board: State, entry: Entry) -> errors.QueueTimeout:
     """The ticket waited too long."""
     ticket = entry.ticket
     position, waiting = board.line.position(ticket.id)
     slot = board.slots.get(ticket.model_id)
     model = board.models.get(ticket.model_id)
-    need = f", which needs {format_bytes(model.claim_bytes)}" if model is not None else ""
+    need = f", which needs {format_bytes(board.claim_of(model.id))}" if model is not None else ""
     return errors.QueueTimeout(
         f"waited {board.now_s - ticket.submitted_at_s:.0f} s for model '{ticket.model_id}'{need} and was number "
         f"{position} of {waiting} in the queue; its slot is {slot.state if slot else 'idle'} with "
         f"{len(slot.in_flight) if slot else 0} in flight; there is {_room_text(board)}. The limit is "
         f"{board.limits.max_wait_s:g} s (`queue.max_wait_s` in model-boss.yaml)",
         retry_after_s=board.pace_s(position),
+        facts={"position": position, "waiting": waiting, "eta_s": None},
     )
 
 
@@ -116,7 +131,20 @@ def shutting_down() -> errors.ShuttingDown:
     return errors.ShuttingDown("the broker is shutting down and takes no more requests")
 
 
-def _room_text(board: Board) -> str:
+def cut_by_shutdown(shutdown_s: float) -> errors.ShuttingDown:
+    """It was running, and was not done in time."""
+    return errors.ShuttingDown(
+        f"the broker shut down, and the request was not done {shutdown_s:g} s later (`shutdown_s` in model-boss.yaml)"
+    )
+
+
+def _basis(board: State, model: Model) -> str:
+    if board.claim_of(model.id) > model.claim_bytes:
+        return f"it ran out of memory with {format_bytes(model.claim_bytes)}: {model.claim_basis}"
+    return model.claim_basis
+
+
+def _room_text(board: State) -> str:
     rooms = board.rooms().total()
     if not rooms:
         return "no device known yet"

@@ -14,18 +14,17 @@ import math
 from typing import assert_never
 
 from gpuboss.priority import LEAST_IMPORTANT
-from inference import events, refusals, yielding
+from inference import events, refusals, returning, yielding
 from inference.actions import Action
 from inference.board import Board
+from inference.breaker import Breaker
 from inference.events import Purpose, Ticket
+from inference.fault import Fault
 from inference.model import Model
 from inference.plan import Plan
 from inference.queue import QueueLimits
 from inference.slot_state import HAS_LIFE, HOLDS_MEMORY, LEAVING, SlotState
 from inference.slot_view import SlotRecord, SlotView
-
-MAX_CRASHES = 3
-"""Loads after deaths in a row, without a served ticket in between, that waiting tickets are worth."""
 
 MOST_IMPORTANT = 0
 
@@ -42,6 +41,8 @@ class Scheduler:
         """Take note of the event and return what is to be done now, in the order to do it."""
         board = self._board
         board.now_s = max(board.now_s, event.at_s)
+        if board.resting:
+            board.wake_the_rested()
         self._note(event)
         if board.shutting_down:
             return board.take_actions()
@@ -50,10 +51,9 @@ class Scheduler:
         while plan.again:
             plan = Plan(board)
             plan.run()
-        if isinstance(event, events.Tick | events.ModelsChanged) and not plan.blocked:
-            self._bring_back()
         if isinstance(event, events.Tick):
-            for slot in board.holders():
+            returning.bring_back(board, self._kept_loaded, plan.contested)
+            for slot in board.slots.holders():
                 self._fit_lease(slot)
         return board.take_actions()
 
@@ -66,6 +66,7 @@ class Scheduler:
             case events.Served():
                 self._served(event.ticket_id)
             case events.Abandoned():
+                self._board.keep_place(event.ticket_id)
                 self._board.withdraw(event.ticket_id)
             case events.Tick():
                 self._tick()
@@ -74,13 +75,16 @@ class Scheduler:
                 | events.LeaseLost()
                 | events.SlotReady()
                 | events.SlotFailed()
+                | events.SlotWedged()
                 | events.SlotGone()
             ):
-                slot = self._board.slots.get(event.model_id)
+                slot = self._board.slots.get(event.slot_id)
                 if slot is not None:
                     self._slot_reported(slot, event)
+            case events.SlotAdopted():
+                self._adopted(event)
             case events.Noticed() | events.Withdrawn():
-                slot = self._board.slots.get(event.model_id)
+                slot = self._board.slots.get(event.slot_id)
                 if slot is not None:
                     self._noticed(slot, event)
             case events.UnloadWanted():
@@ -101,20 +105,24 @@ class Scheduler:
         if board.shutting_down:
             board.turn_away(ticket, refusals.shutting_down())
             return
-        slot = board.slots.get(ticket.model_id)
-        if len(board.line) >= board.limits.max_waiting and not self._free_place(slot, ticket):
+        if len(board.line) >= board.limits.max_waiting and not self._free_place(ticket):
             board.turn_away(ticket, refusals.queue_full(board))
             return
-        board.line.add(ticket)
-        if slot is not None:
-            slot.stays_out = False
+        board.line_up(ticket)
+        board.habits.arrived(ticket.model_id, board.now_s)
+        for slot in board.slots.of(ticket.model_id):
+            slot.stays_out, slot.unwanted_since_s = False, None
+        if ticket.purpose is Purpose.LOAD and (breaker := board.breakers.get(ticket.model_id)) is not None:
+            breaker.pardon()  # somebody wants to know whether it works now
 
-    def _free_place(self, slot: SlotRecord | None, ticket: Ticket) -> bool:
+    def _free_place(self, ticket: Ticket) -> bool:
         """Would the ticket be granted without waiting?"""
-        if slot is None or slot.state is not SlotState.READY:
+        board, slots = self._board, self._board.slots.of(ticket.model_id)
+        if ticket.client_id in board.resting:
             return False
-        idle_place = len(slot.in_flight) < slot.model.parallel and not self._board.line.wants(ticket.model_id)
-        return idle_place or ticket.purpose is Purpose.LOAD
+        if ticket.purpose is Purpose.LOAD:
+            return any(slot.state is SlotState.READY for slot in slots)
+        return not board.line.wants(ticket.model_id) and any(slot.has_place for slot in slots)
 
     def _served(self, ticket_id: str) -> None:
         board = self._board
@@ -122,7 +130,10 @@ class Scheduler:
         if slot is None:
             return
         entry = slot.in_flight.pop(ticket_id)
-        slot.crashes = 0
+        board.habits.served(slot.model.id, board.now_s - slot.granted_at_s.pop(ticket_id))
+        self._cool_down(entry.ticket)
+        if (breaker := board.breakers.get(slot.model.id)) is not None:
+            breaker.served(board.now_s)
         if entry.ticket.purpose is not Purpose.PEEK:
             slot.priority = entry.ticket.priority  # its own class: having waited long does not defend an idle slot
             slot.idle_since_s = slot.last_used_s = board.now_s
@@ -135,10 +146,20 @@ class Scheduler:
         if slot.state is SlotState.DRAINING and not slot.in_flight:
             board.stop(slot, "drained")
 
+    def _cool_down(self, ticket: Ticket) -> None:
+        cooldown_s = ticket.cooldown_s if ticket.cooldown_s is not None else self._board.limits.client_cooldown_s
+        if ticket.client_id is not None and cooldown_s > 0:
+            self._board.rest(ticket.client_id, cooldown_s)
+
     def _slot_reported(
         self,
         slot: SlotRecord,
-        event: events.LeaseGranted | events.LeaseLost | events.SlotReady | events.SlotFailed | events.SlotGone,
+        event: events.LeaseGranted
+        | events.LeaseLost
+        | events.SlotReady
+        | events.SlotFailed
+        | events.SlotWedged
+        | events.SlotGone,
     ) -> None:
         board, state = self._board, slot.state
         match event:
@@ -146,15 +167,27 @@ class Scheduler:
                 if state in (SlotState.QUEUED, SlotState.LOADING, SlotState.STOPPING):
                     board.leased(slot, event.shares)
             case events.LeaseLost():
-                if state in HOLDS_MEMORY:
-                    slot.crashes += state not in LEAVING
+                if state in HOLDS_MEMORY and state is not SlotState.WEDGED:
+                    if state not in LEAVING:
+                        breaker, was_ready = self._breaker_of(slot.model.id), state is SlotState.READY
+                        breaker.failed(Fault.CRASH, board.now_s, "its lease was lost", was_ready=was_ready)
                     board.lost(slot)
             case events.SlotReady():
                 if state is SlotState.LOADING:
+                    board.habits.loaded(slot.model, event.load_s)
                     board.ready(slot, event.load_s)
             case events.SlotFailed():
                 if state in HAS_LIFE:
                     self._failed(slot, event)
+            case events.SlotWedged():
+                if state in HOLDS_MEMORY - {
+                    SlotState.STOPPING,
+                    SlotState.WEDGED,
+                }:  # it ended by itself, as far as it did
+                    words = "its processes survive SIGKILL"
+                    self._breaker_of(slot.model.id).failed(Fault.CRASH, board.now_s, words, was_ready=True)
+                if state in HOLDS_MEMORY:
+                    board.wedged(slot)
             case events.SlotGone():
                 if state not in (SlotState.QUEUED, SlotState.LOADING):
                     board.gone(slot, SlotState.IDLE)
@@ -162,15 +195,36 @@ class Scheduler:
                 assert_never(event)
 
     def _failed(self, slot: SlotRecord, event: events.SlotFailed) -> None:
-        """A load that fails takes its waiting tickets along; a slot that dies is loaded again for them, a few times."""
+        """What the engine did wrong decides whether those who wait for it are worth another load: `breaker.py` says.
+
+        Where it was not the engine (no room, no ledger, no program), a load that failed takes them along.
+        """
         board, state, model_id = self._board, slot.state, slot.model.id
+        was_loading = state in (SlotState.QUEUED, SlotState.LOADING) and not event.was_ready
         board.gone(slot, SlotState.FAILED)
-        never_came_up = state in (SlotState.QUEUED, SlotState.LOADING) and not event.was_ready
-        slot.crashes += state not in LEAVING
-        if never_came_up or slot.crashes > MAX_CRASHES:
-            slot.stays_out = True
+        if state in LEAVING:
+            return  # it was to go anyway
+        slot.stays_out = slot.stays_out or was_loading
+        if event.fault is not None:
+            breaker = self._breaker_of(model_id)
+            breaker.failed(event.fault, board.now_s, event.error.message, was_ready=event.was_ready)
+        elif was_loading:
             for entry in board.line.waiting_for(model_id):
                 board.refuse(entry, event.error)
+
+    def _breaker_of(self, model_id: str) -> Breaker:
+        breaker = self._board.breakers.get(model_id)
+        if breaker is None:
+            breaker = self._board.breakers[model_id] = Breaker(model_id)
+        return breaker
+
+    def _adopted(self, event: events.SlotAdopted) -> None:
+        """An engine that outlived its broker. The pool adopts none whose model it does not know."""
+        board = self._board
+        slot = board.slots.get(event.slot_id)
+        if event.model_id in board.models and (slot is None or slot.state not in HAS_LIFE):
+            board.adopt(event)
+            board.habits.loaded(board.models[event.model_id], event.load_s)
 
     def _noticed(self, slot: SlotRecord, event: events.Noticed | events.Withdrawn) -> None:
         """Only a lease that is held gets notice; what becomes of it, `yielding.py` says."""
@@ -182,15 +236,14 @@ class Scheduler:
 
     def _unload(self, model_id: str) -> None:
         board = self._board
-        slot = board.slots.get(model_id)
-        if slot is None and model_id in board.models:
-            slot = board.slots[model_id] = SlotRecord(board.models[model_id])
-        if slot is None:
-            return
-        slot.stays_out = True
-        board.remove(slot, "unloaded by an operator")
-        for entry in board.line.waiting_for(model_id):
-            board.refuse(entry, refusals.unloaded(model_id))
+        if model_id in board.models:
+            board.slots.first_of(board.models[model_id])
+        for slot in list(board.slots.of(model_id)):
+            slot.stays_out = True
+            board.remove(slot, "unloaded by an operator")
+        if board.slots.of(model_id):
+            for entry in board.line.waiting_for(model_id):
+                board.refuse(entry, refusals.unloaded(model_id))
 
     def _models_changed(self, event: events.ModelsChanged) -> None:
         board = self._board
@@ -217,7 +270,9 @@ class Scheduler:
     def _tick(self) -> None:
         board = self._board
         for entry in board.line.expired(board.now_s, board.limits.max_wait_s):
+            board.keep_place(entry.ticket.id)
             board.refuse(entry, refusals.queue_timeout(board, entry))
+        board.places.forget(board.now_s)
         for slot in board.slots.values():
             idle = slot.state is SlotState.READY and not slot.in_flight and not board.line.wants(slot.model.id)
             if idle and self._leaves_when_idle(slot) and board.now_s >= slot.warm_until_s:
@@ -245,42 +300,12 @@ class Scheduler:
             if slot.notice is None or priority < board.demands[slot.notice.by].priority:
                 board.reprice(slot, priority)
 
-    def _bring_back(self) -> None:
-        """Models that are loaded without a request take free room, evicting nobody: pinned ones first; then those that
-        left for somebody outside and those to preload, by class, the one used last first.
-
-        After a failure or an unload they wait for a request.
-        """
-        board = self._board
-        for model in sorted(self._returners(), key=self._place_of):
-            slot = board.slots.get(model.id)
-            if slot is not None and (slot.stays_out or slot.state in HAS_LIFE):
-                continue
-            ways = board.rooms().place(model.claim_bytes)
-            if ways and slot is not None and slot.returns:
-                board.bring_back(model, ways)
-            elif ways:
-                board.start(model, ways, LEAST_IMPORTANT)
-
-    def _returners(self) -> list[Model]:
-        """Pinned and preloaded models, and those that left for somebody outside and are to stay warm still."""
-        board, kept = self._board, {model.id for model in self._kept_loaded}
-        back = [
-            board.models[slot.model.id]
-            for slot in board.slots.values()
-            if slot.returns and slot.model.id in board.models and slot.model.id not in kept
-            # It must have something left of its time once it is loaded.
-            if board.now_s + (slot.last_load_s or 0.0) < slot.warm_until_s
-        ]
-        return [*self._kept_loaded, *(model for model in back if model.problem is None)]
-
-    def _place_of(self, model: Model) -> tuple[bool, int, float]:
-        slot = self._board.slots.get(model.id)
-        if slot is None or slot.last_used_s is None:
-            return not model.pin, LEAST_IMPORTANT, math.inf
-        return not model.pin, self._board.priority_of(slot), -slot.last_used_s
-
     # -- looking ------------------------------------------------------------------------------------------------
+
+    @property
+    def board(self) -> Board:
+        """The whole state, for those who explain and foretell; only the scheduler writes it."""
+        return self._board
 
     @property
     def waiting_count(self) -> int:
@@ -295,22 +320,24 @@ class Scheduler:
         """(k, n): the ticket is the k-th of n by class and submission; (0, n) when it does not wait."""
         return self._board.line.position(ticket_id)
 
-    def in_flight(self, model_id: str) -> int:
-        """Tickets that use the model's engine now."""
-        slot = self._board.slots.get(model_id)
+    def in_flight(self, slot_id: str) -> int:
+        """Tickets that use the slot's engine now."""
+        slot = self._board.slots.get(slot_id)
         return len(slot.in_flight) if slot is not None else 0
 
-    def slot_view(self, model_id: str) -> SlotView:
-        """The slot as the scheduler sees it; an IDLE one for a model that never was loaded."""
+    def slot_view(self, slot_id: str) -> SlotView:
+        """The slot as the scheduler sees it; an IDLE one for a slot that never was."""
         board = self._board
-        slot = board.slots.get(model_id)
-        waiting = len(board.line.waiting_for(model_id))
+        slot = board.slots.get(slot_id)
         if slot is None:
-            return SlotView(model_id, SlotState.IDLE, {}, 0, waiting, None, None, None, None, None, None, None)
+            waiting = len(board.line.waiting_for(slot_id))
+            return SlotView(slot_id, slot_id, SlotState.IDLE, {}, 0, waiting, None, None, None, None, None, None, None)
+        waiting = len(board.line.waiting_for(slot.model.id))
         ready = slot.state is SlotState.READY
         leaves = ready and self._leaves_when_idle(slot) and slot.warm_until_s < math.inf
         return SlotView(
-            model_id=model_id,
+            slot_id=slot_id,
+            model_id=slot.model.id,
             state=slot.state,
             shares=dict(slot.shares),
             in_flight=len(slot.in_flight),
@@ -323,3 +350,10 @@ class Scheduler:
             beneficiary=slot.beneficiary,
             noticed_by=board.demands[slot.notice.by].holder if slot.notice is not None else None,
         )
+
+    def copy(self) -> Scheduler:
+        """A scheduler in the same state, to try out what it would do."""
+        twin = Scheduler(self._board.limits)
+        twin._board = self._board.copy()
+        twin._kept_loaded = self._kept_loaded
+        return twin

@@ -46,7 +46,7 @@ class Sight:
         """Bytes by device that would be free if only the pinned models were there; None when no model is pinned."""
         if not self._looked_for_pins:
             self._looked_for_pins = True
-            pinned = [slot for slot in self._board.holders() if slot.model.pin and slot.state not in LEAVING]
+            pinned = [slot for slot in self._board.slots.holders() if slot.model.pin and slot.state not in LEAVING]
             if pinned:
                 self._unpinned = {device.id: device.capacity_bytes for device in self._board.usable}
                 for slot in pinned:
@@ -61,13 +61,16 @@ class Sight:
 
     def _candidate(self, slot: SlotRecord) -> Candidate | None:
         board = self._board
+        priority, cost, resident = board.priority_of(slot), slot.cost_at(board.now_s), False
         if slot.state is SlotState.READY:
             activity = Activity.BUSY if slot.in_flight else Activity.IDLE
-            priority, cost = board.priority_of(slot), slot.cost_at(board.now_s)
+            resident = board.now_s < slot.resident_until_s(board.limits.min_residency_s)
         elif slot.state is not SlotState.LOADING:
             return None
         elif board.line.wants(slot.model.id):
-            activity, priority, cost = Activity.LOADING, board.priority_of(slot), math.inf
+            activity, cost = Activity.LOADING, math.inf
+        elif board.is_orphaned(slot):
+            activity = Activity.ORPHANED
         else:
             activity, priority, cost = Activity.UNWANTED, UNWANTED, 0.0
-        return Candidate(slot.model.id, slot.shares, priority, activity, cost)
+        return Candidate(slot.id, slot.shares, priority, activity, cost, resident)

@@ -16,23 +16,37 @@ from inference.model import Model
 from inference.queue import Entry, fallen
 from inference.slot_state import LEAVING, SlotState
 
+RESIDENT_LOADS = 3
+"""A model stays for as many times its load as this, where nothing else is configured."""
 _SHORTEST_IDLE_S = 0.001
 """Keeps the cost of a slot that became idle this moment finite."""
 
 
+MOST_SESSIONS = 1024
+"""Conversations a slot remembers; the one longest silent is forgotten first."""
+
+
 @dataclass(slots=True, eq=False)
 class SlotRecord:
-    """What the scheduler knows of one model's slot. Outlives the load: the times of the last one stay."""
+    """What the scheduler knows of one slot of a model. Outlives the load: the times of the last one stay."""
 
+    id: str
+    """The model's id; of further slots `model#2` and so on."""
     model: Model
     """As it was when the slot was started: a changed manifest applies to the next load."""
     state: SlotState = SlotState.IDLE
+    moved_at_s: float = -math.inf
+    """When it came into that state; while it loads, when its lease was granted."""
     shares: Shares = field(default_factory=dict)
     """Bytes by device that count as taken: the first option until the lease says otherwise."""
     leased: bool = False
     """Has the lease been granted?"""
     in_flight: dict[str, Entry] = field(default_factory=dict)
     """Granted tickets by id, with the class they had risen to at their grant."""
+    granted_at_s: dict[str, float] = field(default_factory=dict)
+    """When, by id."""
+    sessions: dict[str, None] = field(default_factory=dict)
+    """The conversations whose last request it had, the one longest silent first."""
     taken: int = 0
     """Tickets granted since the slot became ready."""
     priority: int = LEAST_IMPORTANT
@@ -49,8 +63,8 @@ class SlotRecord:
     """The model it is leaving for."""
     short_since_s: float | None = None
     """While its lease is queued: since when the room it waits for is claimed by more than fits."""
-    crashes: int = 0
-    """Deaths and lost leases that nobody ordered, without a served ticket in between."""
+    unwanted_since_s: float | None = None
+    """While it loads: since when nobody waits for its model."""
     stays_out: bool = False
     """Not loaded again without a request: its load failed, or an operator unloaded it."""
     asked: tuple[Shares, ...] = ()
@@ -69,12 +83,17 @@ class SlotRecord:
     """It left for a demand, not for want of use: it comes back when there is room."""
 
     @property
+    def has_place(self) -> bool:
+        """Could it take one more ticket now?"""
+        return self.state is SlotState.READY and len(self.in_flight) < self.model.parallel
+
+    @property
     def settled(self) -> bool:
         """Is there nothing to decide for those who wait: is it loading with its lease, or leaving?
 
-        A slot that is queued for others' memory is not: room may be found elsewhere meanwhile.
+        A slot that is queued for others' memory is not: room may be found elsewhere meanwhile. Nor is a wedged one.
         """
-        return self.leased or self.state in LEAVING or self.state is SlotState.WEDGED
+        return self.state is not SlotState.WEDGED and (self.leased or self.state in LEAVING)
 
     def priority_at(self, now_s: float, aging_s: float) -> int:
         """The class it defends itself with: the best of its work in flight and its last work, that fallen with time.
@@ -86,6 +105,21 @@ class SlotRecord:
         last = fallen(self.priority, int((now_s - self.idle_since_s) / aging_s))
         return min(last, *(entry.priority for entry in self.in_flight.values())) if self.in_flight else last
 
+    def resident_until_s(self, min_residency_s: float | None) -> float:
+        """Until when it has just been loaded; `min_residency_s` is for models that do not say, None three loads."""
+        if self.ready_at_s is None:
+            return -math.inf
+        own = self.model.min_residency_s
+        wanted = own if own is not None else min_residency_s
+        return self.ready_at_s + (wanted if wanted is not None else RESIDENT_LOADS * (self.last_load_s or 0.0))
+
+    def remember_session(self, session_id: str) -> None:
+        """Its conversation goes on here."""
+        self.sessions.pop(session_id, None)
+        self.sessions[session_id] = None
+        if len(self.sessions) > MOST_SESSIONS:
+            del self.sessions[next(iter(self.sessions))]
+
     def cost_at(self, now_s: float) -> float:
         """Seconds to load it again per second it has been idle."""
         idle_s = 0.0 if self.in_flight else now_s - self.idle_since_s
@@ -96,6 +130,7 @@ class SlotRecord:
 class SlotView:
     """One slot, for people."""
 
+    slot_id: str
     model_id: str
     state: SlotState
     shares: Shares

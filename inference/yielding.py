@@ -21,7 +21,7 @@ slots. The ledger gives notice to as few of them as it needs; each decides for i
 A slot defends itself with the class it has towards other models, or with that of a ticket that waits for it and was
 there before the demand. (Among the tickets a demand ages as they do; whom it may cut short, its own class says.) Its
 memory is promised to the demand from then on, and it comes back by itself when there is room again
-(`Scheduler._bring_back`). A person's wish is served like the most important demand there can be, but nothing is
+(`returning.py`). A person's wish is served like the most important demand there can be, but nothing is
 promised, and the slot stays out until somebody asks for its model.
 """
 
@@ -120,7 +120,10 @@ class Yielding:
     def _takes_one(self, slot: SlotRecord) -> bool:
         """Is there a ticket that the idle slot is granted in this very pass?"""
         entry = self._board.line.next_for_ready(slot.model.id, self._aged)
-        return entry is not None and not (self._overtaking.forbids(slot, entry) or self.forbids(slot, entry))
+        others = (other for other in self._board.slots.of(slot.model.id) if other is not slot)
+        if entry is None or any(other.has_place and other.notice is None for other in others):
+            return False
+        return not (self._overtaking.forbids(slot, entry) or self.forbids(slot, entry))
 
     def _may_cut(self, slot: SlotRecord, demand: Demand) -> bool:
         return all(self._outranks(demand, slot, entry.priority) for entry in slot.in_flight.values())

@@ -12,11 +12,15 @@ LAYERS = ("gpuboss", "inference", "coordinator")
 """Each may import itself and those before it."""
 
 POLICY = ("scheduler", "plan", "board", "overtaking", "claim", "sight", "slot_view", "refusals", "queue", "placement",
-          "eviction", "events", "actions", "model", "errors", "slot_state", "demand", "yielding")  # fmt: skip
+          "eviction", "events", "actions", "model", "errors", "slot_state", "demand", "yielding",
+          "fault", "fault_refusals", "breaker", "watchdog", "places", "habits", "slots", "state", "returning", "raised",
+          "explain", "forecast", "simulation/world", "simulation/ledger", "simulation/trace",
+          "simulation/policies", "simulation/peer", "simulation/peers")  # fmt: skip
 """Modules of `inference` that decide. They take time as an argument and do nothing to the outside."""
-PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "math", "pathlib", "types", "typing"}
+PURE = {"__future__", "bisect", "collections", "copy", "dataclasses", "enum", "functools", "heapq", "itertools", "math",
+        "pathlib", "types", "typing"}  # fmt: skip
 """What of the standard library they use. `pathlib` only to name paths."""
-PURE_OF_OURS = {"gpuboss.priority", "gpuboss.units"} | {f"inference.{name}" for name in POLICY}
+PURE_OF_OURS = {"gpuboss.priority", "gpuboss.units"} | {f"inference.{name.replace('/', '.')}" for name in POLICY}
 
 
 def imports(source: str) -> set[str]:

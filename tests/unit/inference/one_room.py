@@ -14,7 +14,7 @@ from inference.events import Purpose, Ticket
 from inference.queue import QueueLimits
 from inference.scheduler import Scheduler
 from tests.unit.inference.scheduler_rules import HELD, a_device, a_model
-from tests.unit.inference.scheduler_world import World
+from tests.unit.inference.scheduler_world import Caller, World
 
 
 class OneRoom(World):
@@ -23,6 +23,8 @@ class OneRoom(World):
     def __init__(self, seed: int, *, scheduler: Callable[[QueueLimits], Scheduler] = Scheduler) -> None:
         super().__init__(seed, scheduler=scheduler)
         self.suffered: dict[str, list[float]] = {}
+        self.first: set[str] = set()
+        """Tickets that came first for a model that was not loaded."""
         """By leader, the moments it was overtaken."""
         self.taken: dict[str, int] = {}
         """Grants of the present life, by model."""
@@ -35,6 +37,7 @@ class OneRoom(World):
             max_overtakes=rng.choice([0, 1, 4, 16]),
             max_overtaken_s=rng.choice([0.0, 3.0, 20.0]),
             aging_s=rng.choice([5.0, 60.0]),
+            min_residency_s=rng.choice([None, 0.0, 1.0, 60.0]),
         )
         self.devices = [a_device("d0", 8)]
         self.models = {
@@ -51,16 +54,16 @@ class OneRoom(World):
 
     def start(self, action: actions.Start) -> None:
         super().start(action)
-        self.taken[action.model_id] = 0
+        self.taken[action.slot_id] = 0
 
     def granted(self, action: actions.Grant) -> None:
-        slot, ticket = self.slots[action.model_id], self.callers[action.ticket_id].ticket
+        slot, ticket = self.slots[action.slot_id], self.callers[action.ticket_id].ticket
         assert slot.model is not None
-        first_batch = self.taken[action.model_id] < slot.model.parallel
+        first_batch = self.taken[action.slot_id] < slot.model.parallel
         leaders = [leader for leader in self.leaders() if not first_batch and self.comes_after(ticket, leader)]
         exempt = [leader for leader in leaders if self.class_of_slot(slot) < self.class_of(leader)]
         super().granted(action)
-        self.taken[action.model_id] += 1
+        self.taken[action.slot_id] += 1
         for leader in leaders:
             if leader not in exempt:
                 self.overtaken(leader, ticket)
@@ -80,3 +83,38 @@ class OneRoom(World):
         self.must(len(moments) <= self.limits.max_overtakes, f"{leader} is overtaken {len(moments)} times, by {by}")
         late = len(moments) > 1 and self.now - moments[0] >= self.limits.max_overtaken_s
         self.must(not late, f"{leader} is overtaken by {by} {self.now - moments[0]:.1f} s after the first time")
+
+
+class TwoModels(OneRoom):
+    """Two models and room for one: how long the first who waits for the other one waits, at most.
+
+    The bound of overtaking; then what runs when it is over, and the load. Besides, where the loaded model was only
+    being loaded when the ticket came: that load, and the one batch that it is owed.
+    """
+
+    def people(self) -> None:
+        super().people()
+        self.models = {name: self.models[name] for name in ("m0", "m1")}
+        self.load_s = dict.fromkeys(self.models, self.rng.choice([0.1, 2.0]))
+        self.longest = 0.0
+        self.waits = 0
+
+    def after(self, delay_s: float, what: Callable[[], None]) -> None:
+        self.longest = max(self.longest, delay_s if delay_s < self.work_s * 30 else 0.0)
+        super().after(delay_s, what)
+
+    def arrive(self, ticket: Ticket) -> Caller:
+        cold = ticket.model_id not in self.slots or self.slots[ticket.model_id].state not in HELD
+        if cold and not self.waiting_for(ticket.model_id):
+            self.first.add(ticket.id)
+        return super().arrive(ticket)
+
+    def granted(self, action: actions.Grant) -> None:
+        ticket = self.callers[action.ticket_id].ticket
+        super().granted(action)
+        if ticket.id in self.first:
+            self.waits += 1
+            load_s = 1.5 * self.load_s[ticket.model_id]
+            bound_s = self.limits.max_overtaken_s + 2 * self.longest + 2 * load_s + 2.0 + 1.0
+            waited_s = self.now - ticket.submitted_at_s
+            self.must(waited_s <= bound_s, f"{ticket} waited {waited_s:.1f} s of at most {bound_s:.1f}")

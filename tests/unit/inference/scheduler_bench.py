@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from inference import actions, events
 from inference.errors import InferenceError, LoadFailed
 from inference.events import DeviceRoom, Purpose, Shares, Ticket
+from inference.fault import Fault
 from inference.model import Model
 from inference.queue import QueueLimits
 from inference.scheduler import Scheduler
@@ -19,6 +21,9 @@ class Bench:
 
     def __init__(self, *models: Model, devices: tuple[DeviceRoom, ...] = (), limits: QueueLimits | None = None) -> None:
         self.now = 0.0
+        limits = limits or QueueLimits(load_grace_s=0.0)
+        if limits.min_residency_s is None:  # most tests are about something else
+            limits = replace(limits, min_residency_s=0.0)
         self.scheduler = Scheduler(limits)
         self.errors: dict[str, InferenceError] = {}
         self.starts: dict[str, actions.Start] = {}
@@ -35,6 +40,7 @@ class Bench:
         self._count = 0
         self.tell(events.DevicesRead(self.now, devices or (a_device("d0", 10),)))
         self.first = self.tell(events.ModelsChanged(self.now, {model.id: model for model in models}))
+        self.first += self.tell(events.Tick(self.now))
 
     def tell(self, event: events.Event) -> list[str]:
         words = [self._word(action) for action in self.scheduler.handle(event)]
@@ -79,17 +85,29 @@ class Bench:
         purpose: Purpose = Purpose.INFER,
         stay_warm_s: float | None = None,
         submitted_at_s: float | None = None,
+        client: str | None = None,
+        session: str | None = None,
+        cooldown_s: float | None = None,
     ) -> list[str]:
         self._count += 1
-        at_s = self.now if submitted_at_s is None else submitted_at_s
-        ticket = Ticket(f"{model_id}{self._count}", model_id, priority, at_s, stay_warm_s=stay_warm_s, purpose=purpose)
+        ticket = Ticket(
+            id=f"{model_id}{self._count}",
+            model_id=model_id,
+            priority=priority,
+            submitted_at_s=self.now if submitted_at_s is None else submitted_at_s,
+            client_id=client,
+            stay_warm_s=stay_warm_s,
+            purpose=purpose,
+            session_id=session,
+            cooldown_s=cooldown_s,
+        )
         return self.tell(events.Arrived(self.now, ticket))
 
-    def up(self, model_id: str, load_s: float = 1.0) -> list[str]:
-        """The model's lease is granted and its engine answers."""
-        shares = self.starts[model_id].options[0]
-        return self.tell(events.LeaseGranted(self.now, model_id, shares)) + self.tell(
-            events.SlotReady(self.now, model_id, load_s)
+    def up(self, slot_id: str, load_s: float = 1.0) -> list[str]:
+        """The slot's lease is granted and its engine answers."""
+        shares = self.starts[slot_id].options[0]
+        return self.tell(events.LeaseGranted(self.now, slot_id, shares)) + self.tell(
+            events.SlotReady(self.now, slot_id, load_s)
         )
 
     def up_from_queue(self, model_id: str, load_s: float = 1.0) -> list[str]:
@@ -110,9 +128,9 @@ class Bench:
     def gone(self, model_id: str) -> list[str]:
         return self.tell(events.SlotGone(self.now, model_id))
 
-    def failed(self, model_id: str, *, was_ready: bool) -> list[str]:
+    def failed(self, model_id: str, *, was_ready: bool, fault: Fault | None = None) -> list[str]:
         error = LoadFailed(f"{model_id} ended with status 1")
-        return self.tell(events.SlotFailed(self.now, model_id, error, was_ready=was_ready))
+        return self.tell(events.SlotFailed(self.now, model_id, error, was_ready, fault))
 
     def devices(
         self,

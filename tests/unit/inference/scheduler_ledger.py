@@ -39,7 +39,7 @@ class Place:
 
     priority: int
     order: float
-    model_id: str
+    slot_id: str
     life: int
     slot: Slot = field(repr=False, default_factory=Slot)
 
@@ -60,7 +60,7 @@ class Leases(Rules):
     job_gap_s: float | None
     """Seconds between two jobs; None: there are none."""
     coming: dict[str, dict[str, int]]
-    """By model that is queued, what jobs were told to give it, as the scheduler knows."""
+    """By slot that is queued, what jobs were told to give it, as the scheduler knows."""
     slots_pass: bool
     """May slots be granted what a blocked job has earmarked?"""
     after: Callable[[float, Callable[[], None]], None]
@@ -140,8 +140,8 @@ class Leases(Rules):
             self.counts["job granted"] = self.counts.get("job granted", 0) + 1
             return
         self.pending.remove(one)
-        one.slot.leased, one.slot.shares = True, taken
-        self.after(0.0, lambda: self.leased(one.model_id, one.life))
+        one.slot.leased, one.slot.heard, one.slot.shares = True, False, taken
+        self.after(0.0, lambda: self.leased(one.slot_id, one.life))
 
     def free(self) -> dict[str, int]:
         """Bytes nobody has, by device, whatever the scheduler knows of it."""
@@ -197,7 +197,7 @@ class Leases(Rules):
     def withdraw_notices(self, by: str) -> None:
         for name, slot in self.slots.items():
             if slot.notice is not None and slot.notice.by == by and not slot.acknowledged:
-                slot.notice = None
+                slot.notice, slot.withdrawn_at = None, self.now
                 self.after(0.0, lambda name=name: self.feed(events.Withdrawn(self.now, name)))
 
     def ask_jobs(self, place: Place, option: Shares, room: dict[str, int]) -> None:
@@ -234,8 +234,8 @@ class Leases(Rules):
         coming: dict[str, dict[str, int]] = {}
         for job in self.jobs.values():
             if job.state == "held" and job.yields_to is not None and job.yields_to.stands:
-                model_id = job.yields_to.model_id
-                coming[model_id] = _less(coming.get(model_id, {}), {d: -size for d, size in job.option.items()})
+                slot_id = job.yields_to.slot_id
+                coming[slot_id] = _less(coming.get(slot_id, {}), {d: -size for d, size in job.option.items()})
         self.coming = coming
         self.feed(events.DevicesRead(self.now, tuple(self.devices), waiting, coming, self.now))
 

@@ -21,13 +21,14 @@ Ageing, fading and fitting are written down here a second time, naively: a mista
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from inference import actions, errors, events
 from inference.events import DeviceRoom, Purpose, Shares, Ticket
 from inference.model import Category, Model
-from inference.placement import MARGIN_BYTES
+from inference.placement import MARGIN_BYTES, Groups
 from inference.plan import Plan
 from inference.queue import QueueLimits
 from inference.scheduler import Scheduler
@@ -62,6 +63,12 @@ def a_device(name: str, gib: float, *, others: float = 0, leased: float = 0, acc
     return DeviceRoom(name, int((gib + 1) * GIB), GIB, int(others * GIB), accelerator, int(leased * GIB))
 
 
+def one_node(rooms: Iterable[str]) -> Groups:
+    """All these devices are accelerators of one node."""
+    devices = tuple(rooms)
+    return (devices,) if len(devices) > 1 else ()
+
+
 @dataclass(frozen=True)
 class Notice:
     """What the ledger told a slot, or is about to."""
@@ -83,6 +90,8 @@ class Slot:
     options: tuple[Shares, ...] = ()
     shares: Shares = field(default_factory=dict)
     leased: bool = False
+    heard: bool = False
+    """Does the scheduler know which shares it was granted? Before that, it counts with the first option."""
     priority: int = 0
     life: int = 0
     in_flight: dict[str, int] = field(default_factory=dict)
@@ -95,11 +104,17 @@ class Slot:
     passed: set[str] = field(default_factory=set)
     """Jobs that were there before it, and let it pass."""
     notice: Notice | None = None
+    withdrawn_at: float = -math.inf
+    """When its last notice was withdrawn; the scheduler hears of it a moment later."""
     acknowledged: bool = False
     yields_to: str | None = None
     """The job its memory is promised to while it leaves."""
     came_away: bool = False
     """It left for a job and was not loaded since."""
+    ready_at: float = -math.inf
+    load_s: float = 0.0
+    unwanted_since: float = -math.inf
+    """While it loads and nobody waits for its model: since when, if somebody had."""
 
 
 class Rules:
@@ -115,6 +130,8 @@ class Rules:
     """Who waits, by ticket id, oldest first."""
     class_served: dict[int, float]
     """By class, when its oldest ticket was last granted."""
+    granted_at: list[float]
+    """The moments of all grants."""
     promised: dict[str, list[Shares]]
     """By job that waits, what slots that are gone gave up for it."""
     demand_told: dict[str, float]
@@ -153,7 +170,9 @@ class Rules:
         usable = [device for device in self.devices if device.accelerator] or self.devices
         room = {device.id: device.capacity_bytes - device.others_bytes for device in usable}
         taken = [
-            slot.shares for slot in self.slots.values() if slot.state in HELD - GOING or slot.yields_to is not None
+            slot.options[0] if slot.leased and not slot.heard else slot.shares
+            for slot in self.slots.values()
+            if slot.state in HELD - GOING or slot.yields_to is not None
         ]
         for shares in (*taken, *(shares for many in self.promised.values() for shares in many)):
             for device, size in shares.items():
@@ -197,21 +216,24 @@ class Rules:
                 if "makes room" in action.reason:
                     self.must(any(f"'{name}'" in action.reason for name in before), f"5: {action} without its start")
                 elif action.reason.startswith("yields to"):
-                    gone.add(action.model_id)
-                elif action.model_id not in gone and self.slots[action.model_id].state not in GOING:
-                    gone.add(action.model_id)
-                    for device, size in self.slots[action.model_id].shares.items():
+                    gone.add(action.slot_id)
+                elif action.slot_id not in gone and self.slots[action.slot_id].state not in GOING:
+                    gone.add(action.slot_id)
+                    for device, size in self.slots[action.slot_id].shares.items():
                         room[device] = room.get(device, 0) + size
             if not isinstance(action, actions.Start):
                 continue
             victims = {
-                one.model_id
+                one.slot_id
                 for one in decided[at:]
                 if isinstance(one, actions.Drain | actions.Stop) and f"makes room for '{action.model_id}'" in one.reason
             }
             self.must(all(size >= 0 for option in action.options for size in option.values()), f"3: {action}")
             need = self.models[action.model_id].claim_bytes
             self.must(all(sum(option.values()) == need for option in action.options), f"3: {action}")
+            if self.is_further(action):
+                self.must(action.priority == 1000 or bool(action.ahead_of), f"11: {action} for a further slot")
+                victims = set()
             self.check_victims(action, victims, room, answered)
             for victim in victims:
                 gone.add(victim)
@@ -237,12 +259,15 @@ class Rules:
             assert slot.model is not None
             self.must(not slot.model.pin, f"4: pinned {name} goes for {start}")
             if slot.state is SlotState.LOADING:
-                waiting = [ticket for ticket in self.waiting_for(name) if ticket.id not in answered]
+                waiting = [ticket for ticket in self.waiting_for(slot.model.id) if ticket.id not in answered]
                 self.must(not waiting, f"4: {name} is loading for {waiting} and goes for {start}")
+                missed = self.now - slot.unwanted_since < self.limits.load_grace_s
+                self.must(not missed or priority < slot.last_class, f"4: {name} was wanted just now, goes for {start}")
             elif slot.in_flight:
                 self.must(priority < self.class_of_slot(slot), f"4: busy {name}, {slot}, goes for {start}")
             else:
                 self.must(priority <= self.class_of_slot(slot), f"4: idle {name}, {slot}, goes for {start}")
+                self.check_residency(start, name, slot, priority)
         if any(claim.overdue(self.now, self.limits) for claim in self.scheduler._board.claims.values()):
             return  # room is kept for an overdue claim, which the sums below do not know
         need = self.models[start.model_id].claim_bytes
@@ -252,6 +277,23 @@ class Rules:
                 for device, size in self.slots[victim].shares.items():
                     without[device] = without.get(device, 0) + size
             self.must(not self.fits(need, without), f"5: {spared} goes in vain for {start}")
+
+    def check_residency(self, start: actions.Start, name: str, slot: Slot, priority: int) -> None:
+        """4: what was just loaded goes for its equals only once somebody waited for it for as long as is allowed."""
+        stays_s = self.limits.min_residency_s
+        stays_s = 3 * slot.load_s if stays_s is None else stays_s
+        if priority == self.class_of_slot(slot) and self.now < slot.ready_at + stays_s:
+            first = min(ticket.submitted_at_s for ticket in self.waiting_for(start.model_id))
+            long = self.now - first >= self.limits.max_overtaken_s
+            often = sum(moment >= first for moment in self.granted_at) >= self.limits.max_overtakes
+            self.must(long or often, f"4: {name}, {slot}, was just loaded, goes for {start}")
+
+    def is_further(self, start: actions.Start) -> bool:
+        """Is it one more slot for a model that has one?"""
+        return any(
+            slot.state is SlotState.READY and slot.model is not None and slot.model.id == start.model_id
+            for slot in self.slots.values()
+        )
 
     def check_second_plan(self, event: events.Event) -> None:
         """6."""

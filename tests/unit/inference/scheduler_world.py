@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from inference import actions, events
 from inference.errors import InferenceError, LoadFailed
 from inference.events import Purpose, Ticket
+from inference.fault import Fault
 from inference.queue import QueueLimits
 from inference.scheduler import Scheduler
 from inference.slot_state import SlotState
@@ -48,6 +50,7 @@ class World(Leases, YieldingRules):
         self.callers: dict[str, Caller] = {}
         self.unanswered = {}
         self.class_served = {}
+        self.granted_at = []
         self.pending: list[Place] = []
         self.jobs: dict[str, Job] = {}
         self.foreign = {device.id: 0 for device in self.devices}
@@ -69,6 +72,8 @@ class World(Leases, YieldingRules):
             max_overtakes=rng.choice([0, 2, 16]),
             max_overtaken_s=rng.choice([0.0, 5.0, 20.0]),
             aging_s=rng.choice([5.0, 60.0]),
+            load_grace_s=rng.choice([0.0, 10.0]),
+            min_residency_s=rng.choice([None, 0.0, 0.0, 4.0]),
         )
         host_only = rng.random() < 0.1
         self.devices = [
@@ -85,6 +90,7 @@ class World(Leases, YieldingRules):
                 stay_warm_s=rng.choice([0.0, 3.0, 30.0, 300.0]),
                 pin=rng.random() < 0.08,
                 preload=rng.random() < 0.1,
+                replicas=rng.choice([1, 1, 1, 2, 3]),
             )
             for n in range(rng.randint(2, 7))
         }
@@ -160,12 +166,16 @@ class World(Leases, YieldingRules):
                 submitted_at_s=self.now,
                 stay_warm_s=rng.choice([None, None, 0.0, 5.0]),
                 purpose=rng.choice(self.purposes),
+                session_id=rng.choice([None, "s1", "s2"]),
             )
         )
 
     def arrive(self, ticket: Ticket) -> Caller:
         caller = self.callers[ticket.id] = Caller(ticket)
         self.unanswered[ticket.id] = ticket
+        for slot in self.slots.values():
+            if slot.model is not None and slot.model.id == ticket.model_id:
+                slot.unwanted_since = -math.inf
         self.feed(events.Arrived(self.now, ticket))
         if caller.answer is None and self.rng.random() < self.trouble:
             self.after(self.rng.expovariate(0.2), lambda: self.leave(caller))
@@ -174,7 +184,7 @@ class World(Leases, YieldingRules):
     def leave(self, caller: Caller) -> None:
         if caller.answer is None and not self.calm:
             caller.answer, caller.done = "left", True
-            del self.unanswered[caller.ticket.id]
+            self.no_longer_waits(caller.ticket, left=True)
             self.feed(events.Abandoned(self.now, caller.ticket.id))
 
     def something_happens(self) -> None:
@@ -185,7 +195,7 @@ class World(Leases, YieldingRules):
         self.after(rng.expovariate(0.3), self.something_happens)
         if rng.random() > 4 * self.trouble:
             return
-        name = rng.choice(list(self.models))
+        name = rng.choice([*self.models, *self.slots])
         slot = self.slots.get(name)
         match rng.randrange(7):
             case 0:
@@ -197,7 +207,7 @@ class World(Leases, YieldingRules):
                 self.read()
                 self.grant_leases()
             case 3:
-                self.change_models(name)
+                self.change_models(rng.choice(list(self.models)))
             case 4 if slot is not None and slot.state in {SlotState.READY, SlotState.DRAINING, SlotState.LOADING}:
                 self.fail(name, slot)
             case 5 if slot is not None and slot.state is SlotState.READY:
@@ -244,29 +254,32 @@ class World(Leases, YieldingRules):
                     0,
                 )
                 slot.came_away = False
+            slot.heard = True
             self.feed(events.LeaseGranted(self.now, name, slot.shares))
             fails = not self.calm and self.rng.random() < self.trouble
-            self.after(self.load_s[name] * self.rng.uniform(0.5, 1.5), lambda: self.loaded(name, life, fails))
+            load_s = self.load_s[slot.model.id] * self.rng.uniform(0.5, 1.5)
+            self.after(load_s, lambda: self.loaded(name, life, load_s, fails))
 
-    def loaded(self, name: str, life: int, fails: bool) -> None:
+    def loaded(self, name: str, life: int, load_s: float, fails: bool) -> None:
         slot = self.slots[name]
         if slot.life != life or slot.state is not SlotState.LOADING:
             return
         if fails:
             self.fail(name, slot)
             return
-        slot.state = SlotState.READY
+        slot.state, slot.ready_at, slot.load_s = SlotState.READY, self.now, load_s
         if slot.came_away:
             slot.came_away = False
         else:
             slot.idle_since = self.now
-        self.feed(events.SlotReady(self.now, name, self.load_s[name]))
+        self.feed(events.SlotReady(self.now, name, load_s))
 
     def fail(self, name: str, slot: Slot) -> None:
         was_ready = slot.state is not SlotState.LOADING
         self.end(slot, SlotState.FAILED)
         error = LoadFailed(f"{name} ended with status 1")
-        self.feed(events.SlotFailed(self.now, name, error, was_ready=was_ready))
+        fault = self.rng.choice([None, Fault.CRASH, Fault.CRASH, Fault.STALL, Fault.BAD_MODEL])
+        self.feed(events.SlotFailed(self.now, name, error, was_ready=was_ready, fault=fault))
         self.grant_leases()
 
     def go_later(self, name: str, slot: Slot) -> None:
@@ -294,9 +307,9 @@ class World(Leases, YieldingRules):
         caller = self.callers[ticket_id]
         if not caller.done:
             caller.done = True
-            slot = self.slots[caller.ticket.model_id]
-            priority = slot.in_flight.pop(ticket_id, None)
-            if priority is not None and caller.ticket.purpose is not Purpose.PEEK:
+            slot = next((one for one in self.slots.values() if ticket_id in one.in_flight), None)
+            priority = slot.in_flight.pop(ticket_id) if slot is not None else None
+            if slot is not None and priority is not None and caller.ticket.purpose is not Purpose.PEEK:
                 slot.last_class, slot.idle_since = caller.ticket.priority, self.now
             self.feed(events.Served(self.now, ticket_id))
 
@@ -332,19 +345,20 @@ class World(Leases, YieldingRules):
                 case actions.Reprice():
                     self.reprice(action)
                 case actions.Acknowledge():
-                    self.slots[action.model_id].acknowledged = True
+                    self.slots[action.slot_id].acknowledged = True
                 case actions.Drain():
-                    self.must(self.slots[action.model_id].state is SlotState.READY, f"2: {action}")
+                    self.must(self.slots[action.slot_id].state is SlotState.READY, f"2: {action}")
                     self.check_yield(action)
-                    self.slots[action.model_id].state = SlotState.DRAINING
+                    self.slots[action.slot_id].state = SlotState.DRAINING
                 case actions.Stop():
                     self.stop(action)
 
     def granted(self, action: actions.Grant) -> None:
-        caller, slot = self.callers[action.ticket_id], self.slots[action.model_id]
+        caller, slot = self.callers[action.ticket_id], self.slots[action.slot_id]
         ticket = caller.ticket
         self.must(caller.answer is None, f"1: {action} to a ticket that was {caller.answer}")
-        self.must(slot.state is SlotState.READY and ticket.model_id == action.model_id, f"1: {action} on {slot}")
+        assert slot.model is not None
+        self.must(slot.state is SlotState.READY and ticket.model_id == slot.model.id, f"1: {action} on {slot}")
         if ticket.purpose is not Purpose.LOAD:
             self.check_overtaking(slot, ticket)
         slot.taken += 1
@@ -352,10 +366,10 @@ class World(Leases, YieldingRules):
         if self.oldest(ticket.priority) is ticket:
             self.class_served[ticket.priority] = self.now
         works = [one for one in slot.in_flight if self.callers[one].ticket.purpose is not Purpose.LOAD]
-        assert slot.model is not None
-        self.must(len(works) <= slot.model.parallel, f"1: {len(works)} in flight on {action.model_id}")
+        self.must(len(works) <= slot.model.parallel, f"1: {len(works)} in flight on {action.slot_id}")
         caller.answer = "granted"
-        del self.unanswered[ticket.id]
+        self.granted_at.append(self.now)
+        self.no_longer_waits(ticket)
         work_s = 0.0 if ticket.purpose is Purpose.LOAD else self.rng.expovariate(1 / self.work_s)
         self.after(work_s, lambda: self.close(ticket.id))
 
@@ -364,54 +378,61 @@ class World(Leases, YieldingRules):
         self.must(caller.answer is None, f"1: {action} to a ticket that was {caller.answer}")
         self.check_refusal(caller.ticket, action.error)
         caller.answer, caller.done, caller.error = "refused", True, action.error
-        del self.unanswered[caller.ticket.id]
+        self.no_longer_waits(caller.ticket, left=True)
+
+    def no_longer_waits(self, ticket: Ticket, *, left: bool = False) -> None:
+        del self.unanswered[ticket.id]
+        if left and not self.waiting_for(ticket.model_id):
+            for slot in self.slots.values():
+                if slot.state is SlotState.LOADING and slot.model is not None and slot.model.id == ticket.model_id:
+                    slot.unwanted_since = self.now
 
     def ask(self, action: actions.Ask) -> None:
-        slot = self.slots.setdefault(action.model_id, Slot())
+        slot = self.slots.setdefault(action.slot_id, Slot())
         self.must(slot.state in {SlotState.IDLE, SlotState.FAILED, SlotState.QUEUED}, f"2: {action} on {slot}")
         self.must(bool(self.waiting_for(action.model_id)), f"10: {action} for nobody")
         slot.options = action.options
         if slot.state is SlotState.QUEUED:
-            self.reprice(actions.Reprice(action.model_id, action.priority))
+            self.reprice(actions.Reprice(action.slot_id, action.priority))
         else:
             slot.state, slot.model, slot.leased = SlotState.QUEUED, self.models[action.model_id], False
-            self.queue_lease(action.model_id, action.priority)
+            self.queue_lease(action.slot_id, action.priority)
         self.after(0.0, self.grant_leases)
 
     def start(self, action: actions.Start) -> None:
         self.check_return(action)
-        slot = self.slots.setdefault(action.model_id, Slot())
+        slot = self.slots.setdefault(action.slot_id, Slot())
         queued = slot.state is SlotState.QUEUED
         self.must(queued or slot.state in {SlotState.IDLE, SlotState.FAILED}, f"2: {action} on {slot}")
         granted = slot.shares if slot.leased else None  # a moment ago, and the scheduler is about to hear of it
         slot.state, slot.model = SlotState.LOADING, self.models[action.model_id]
         slot.options, slot.shares = action.options, granted or action.options[0]
-        if not (slot.came_away and action.priority == 1000):
+        if not slot.came_away or self.waiting_for(action.model_id):
             slot.last_class, slot.idle_since, slot.came_away = self.class_of_load(action), self.now, False
-        slot.taken = 0
+        slot.taken, slot.unwanted_since = 0, -math.inf
         if queued:
-            self.reprice(actions.Reprice(action.model_id, action.priority))
+            self.reprice(actions.Reprice(action.slot_id, action.priority))
         else:
             slot.leased = False
-            self.queue_lease(action.model_id, action.priority, action.ahead_of)
+            self.queue_lease(action.slot_id, action.priority, action.ahead_of)
         self.after(0.0, self.grant_leases)
 
     def queue_lease(self, name: str, priority: int, ahead_of: tuple[str, ...] = ()) -> None:
         slot = self.slots[name]
         slot.life, slot.lease_class, slot.passed = next(self.numbers), priority, set()
-        passed = [place.order for place in self.pending if place.model_id in ahead_of and place.stands]
+        passed = [place.order for place in self.pending if place.slot_id in ahead_of and place.stands]
         order = min(passed, default=slot.life + 0.5) - 0.5
         self.pending.append(Place(priority, order, name, slot.life, slot))
 
     def reprice(self, action: actions.Reprice) -> None:
-        slot = self.slots[action.model_id]
+        slot = self.slots[action.slot_id]
         slot.lease_class = action.priority
         for place in self.pending:
             if place.slot is slot and place.life == slot.life:
                 place.priority = action.priority
 
     def stop(self, action: actions.Stop) -> None:
-        slot = self.slots[action.model_id]
+        slot = self.slots[action.slot_id]
         self.must(
             slot.state in {SlotState.QUEUED, SlotState.LOADING, SlotState.READY, SlotState.DRAINING},
             f"2: {action} on {slot}",
@@ -424,4 +445,4 @@ class World(Leases, YieldingRules):
             for ticket_id in slot.in_flight:
                 self.after(0.01, lambda ticket_id=ticket_id: self.close(ticket_id))
         slot.state = SlotState.STOPPING
-        self.go_later(action.model_id, slot)
+        self.go_later(action.slot_id, slot)

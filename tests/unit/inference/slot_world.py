@@ -4,7 +4,7 @@ becomes ready when it is allowed to."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from gpuboss.state_dir import StateDir
 from inference.backends import Command, Launch, Readiness, Routes
 from inference.errors import InferenceError
 from inference.events import Event
+from inference.fault import Fault
 from inference.model import Category, Model
 from inference.process import EndReason, Exited, LaunchOrder, Lost, Refused, Report, Started, Wedged
 from inference.proxy import EngineClient
@@ -208,6 +209,12 @@ class FakeBackend:
         self.probes = 0
         self.raises: InferenceError | None = None
         self.launches: list[Launch] = []
+        self.says: Callable[[], Hashable | None] = lambda: None
+        """What it answers when it is asked how far it is."""
+        self.asked = 0
+        self.fault = Fault.CRASH
+        self.read_lines: Sequence[str] = ()
+        """What it had to diagnose last."""
 
     def check_args(self, extra_args: Sequence[str]) -> None:
         """Anything goes."""
@@ -221,6 +228,14 @@ class FakeBackend:
         if self.raises is not None:
             raise self.raises
         return Readiness(ready=self.ready.is_set(), fraction=self.fraction)
+
+    async def progress(self, engine: EngineClient) -> Hashable | None:
+        self.asked += 1
+        return self.says()
+
+    def diagnose(self, ended: Exited, last_lines: Sequence[str]) -> Fault:
+        self.read_lines = last_lines
+        return self.fault
 
 
 @dataclass

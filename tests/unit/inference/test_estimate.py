@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpuboss.units import GIB, MIB, parse_bytes
-from inference.estimate import Claim, Room, Wish, claim
+from inference.estimate import Claim, Peak, Room, Seen, Wish, claim
 from inference.gguf_header import GgufHeader, read_header
 from tests.unit.inference.gguf_files import LLAMA, write_gguf
 
@@ -118,6 +118,32 @@ def test_layers_kept_off_the_device_are_not_claimed_there(tmp_path: Path) -> Non
     assert cache_of(on_host) == cache_of(whole), "host memory holds all of them"
 
 
+def test_layers_kept_off_an_accelerator_are_claimed_of_host_memory(tmp_path: Path) -> None:
+    tensors = {"token_embd.weight": (1000, 4096)} | {f"blk.{block}.ffn_up.weight": (4096, 1000) for block in range(32)}
+    file = write_gguf(
+        tmp_path / "m.gguf",
+        {
+            "block_count": 32,
+            "embedding_length": 4096,
+            "attention.head_count": 32,
+            "attention.head_count_kv": 8,
+            "context_length": 131072,
+        },
+        tensors=tensors,
+    )
+    model, card = read_header(file), Room(80 * GIB, "cuda")
+    whole = claim((model,), 0, Wish(context=8192), card)
+    most = claim((model,), 0, Wish(context=8192, gpu_layers=24), card)
+    none = claim((model,), 0, Wish(context=8192, gpu_layers=0), card)
+    layer_bytes = 4096 * 1000 * F16 + 8192 * 8 * 256 * F16
+    assert whole.host_bytes == 0
+    # Nine of 32 layers and the embeddings, and buffers to compute with.
+    assert most.host_bytes == about(9 * layer_bytes + 4096 * 1000 * F16 + 41 * MIB)
+    assert none.bytes < 600 * MIB, "the driver's own and buffers"
+    assert none.host_bytes > 32 * layer_bytes
+    assert claim((model,), 0, Wish(context=8192, gpu_layers=24), Room(80 * GIB, "cpu")).host_bytes == 0
+
+
 def test_a_driver_takes_more_than_a_host_process(tmp_path: Path) -> None:
     model = header(tmp_path)
     assert claim((model,), 0, Wish(), Room(GIB, "cuda")).bytes > claim((model,), 0, Wish(), Room(GIB, "cpu")).bytes
@@ -165,6 +191,90 @@ def test_a_vram_below_the_estimate_is_a_warning_with_both_numbers(tmp_path: Path
     (warning,) = made.warnings
     assert "64MiB is less than the estimate of 1." in warning
     assert "KV cache 1GiB" in warning
+
+
+def seen(size: int, loads: int = 1, host: int = 0) -> Seen:
+    """The same was seen whatever the context."""
+    return lambda _: Peak(size, loads, host)
+
+
+def test_what_was_seen_to_be_more_raises_the_claim_at_once(tmp_path: Path) -> None:
+    guess = claim((large(tmp_path),), 0, Wish(context=8192), None)
+    made = claim((large(tmp_path),), 0, Wish(context=8192), None, seen(3 * GIB))
+    assert made.bytes == 3226 * MIB, "with a margin of 5 %"
+    assert made.basis.startswith("learned: 3GiB at most in its last load + 5 % (estimate: ")
+    assert guess.basis in made.basis
+
+
+def test_what_was_seen_to_be_less_lowers_the_claim_from_the_third_load_on(tmp_path: Path) -> None:
+    card = Room(80 * GIB, "cuda")
+    guess = claim((large(tmp_path),), 0, Wish(context=8192), card)
+    early = claim((large(tmp_path),), 0, Wish(context=8192), card, seen(GIB, loads=2))
+    assert early.bytes == guess.bytes
+    assert early.basis.endswith("learned: 1GiB at most in the last 2 loads + 5 %, which is less")
+    late = claim((large(tmp_path),), 0, Wish(context=8192), card, seen(GIB, loads=3))
+    assert late.bytes == 1076 * MIB
+    assert late.basis.startswith("learned: 1GiB at most in the last 3 loads + 5 %")
+
+
+def test_host_memory_that_nobody_touched_yet_is_claimed_all_the_same(tmp_path: Path) -> None:
+    host = Room(80 * GIB, "cpu")
+    made = claim((large(tmp_path),), 0, Wish(context=8192), host, seen(100 * MIB, loads=9))
+    assert made.bytes == about(8192 * 32 * 8 * 256 * F16 + 41 * MIB), "weights are small here: it is cache and buffers"
+    assert "not less than the 1GiB of weights, cache and buffers" in made.basis
+
+
+def test_small_peaks_have_a_margin_too(tmp_path: Path) -> None:
+    made = claim((header(tmp_path),), 0, Wish(context=512), Room(GIB, "cuda"), seen(10 * MIB, loads=5))
+    assert made.bytes == 18 * MIB
+
+
+def test_what_the_host_part_was_seen_to_take_counts_in_the_same_way(tmp_path: Path) -> None:
+    wish, card = Wish(context=8192, gpu_layers=16), Room(80 * GIB, "cuda")
+    guess = claim((large(tmp_path),), 0, wish, card)
+    assert claim((large(tmp_path),), 0, wish, card, seen(GIB, 1, 4 * GIB)).host_bytes == 4301 * MIB
+    assert claim((large(tmp_path),), 0, wish, card, seen(GIB, 1, 4 * MIB)).host_bytes == guess.host_bytes
+    assert claim((large(tmp_path),), 0, wish, card, seen(GIB, 3, 400 * MIB)).host_bytes == 420 * MIB
+
+
+def test_of_the_owners_vram_and_what_was_seen_the_larger_counts(tmp_path: Path) -> None:
+    generous = claim((large(tmp_path),), 0, Wish(vram_bytes=8 * GIB, context=8192), None, seen(3 * GIB, 5))
+    assert generous.bytes == 8 * GIB
+    assert generous.basis.startswith("vram in the manifest (learned: 3GiB at most in the last 5 loads")
+    assert not generous.warnings
+    small = claim((large(tmp_path),), 0, Wish(vram_bytes=2 * GIB, context=8192), None, seen(3 * GIB, 5))
+    assert small.bytes == 3226 * MIB
+    assert small.basis == "learned: 3GiB at most in the last 5 loads + 5 %; vram in the manifest is 2GiB"
+    (warning,) = small.warnings
+    assert (
+        "2GiB is less than the 3GiB it was seen to take at most in the last 5 loads, so 3.2GiB are claimed" in warning
+    )
+
+
+def test_a_vram_below_the_estimate_that_proved_enough_is_no_warning(tmp_path: Path) -> None:
+    card = Room(80 * GIB, "cuda")
+    made = claim((large(tmp_path),), 0, Wish(vram_bytes=GIB, context=8192), card, seen(800 * MIB, 3))
+    assert made.bytes == GIB
+    assert not made.warnings
+
+
+def test_a_default_context_shrinks_where_the_model_took_more_than_fits_alone(tmp_path: Path) -> None:
+    model, room = large(tmp_path), Room(2 * GIB, "cuda")
+    guess = claim((model,), 0, Wish(), room)
+
+    def beyond(context: int) -> Peak | None:
+        return Peak(guess.bytes + 200 * MIB, 1) if context == guess.context else None
+
+    made = claim((model,), 0, Wish(), room, beyond)
+    assert made.context < guess.context
+    assert made.bytes <= room.bytes
+    assert f"that it took beyond its estimate with {guess.context} tokens" in made.basis
+    asked = claim((model,), 0, Wish(context=guess.context), room, beyond)
+    assert asked.context == guess.context, "what the owner asks for is refused with numbers, not changed"
+    assert asked.bytes > room.bytes
+    again = claim((model,), 0, Wish(), room, lambda context: beyond(context) or Peak(GIB, 3))
+    assert again.context == made.context
+    assert again.basis.startswith("learned: 1GiB"), "the shorter context has figures of its own by then"
 
 
 def test_a_context_beyond_the_trained_one_is_a_warning(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from inference.eviction import UNWANTED, Activity, Candidate, choose
 from inference.placement import fits, once_gone
-from tests.unit.inference.scheduler_rules import GIB
+from tests.unit.inference.scheduler_rules import GIB, one_node
 
 IDLE, BUSY, LOADING = Activity.IDLE, Activity.BUSY, Activity.LOADING
 
@@ -23,8 +23,8 @@ def a_candidate(
 
 def chosen(need: float, rooms: dict[str, float], *candidates: Candidate) -> list[str] | None:
     free = {device: int(gib * GIB) for device, gib in rooms.items()}
-    victims = choose(int(need * GIB), free, sorted(candidates, key=lambda one: one.rank), may_split=len(rooms) > 1)
-    return None if victims is None else sorted(victim.model_id for victim in victims)
+    victims = choose(int(need * GIB), free, sorted(candidates, key=lambda one: one.rank), one_node(rooms))
+    return None if victims is None else sorted(victim.slot_id for victim in victims)
 
 
 def test_the_least_important_goes_first_and_of_equals_the_cheapest():
@@ -102,12 +102,12 @@ def test_every_set_suffices_and_needs_each_of_its_members_and_no_set_of_lesser_o
             key=lambda one: one.rank,
         )
         need = rng.randrange(4 * GIB, 14 * GIB)
-        if fits(need, rooms, may_split=len(rooms) > 1):
+        if fits(need, rooms, one_node(rooms)):
             continue
-        victims = choose(need, rooms, candidates, may_split=len(rooms) > 1)
+        victims = choose(need, rooms, candidates, one_node(rooms))
 
         def suffices(some, need=need, rooms=rooms) -> bool:
-            return fits(need, once_gone(rooms, some), may_split=len(rooms) > 1)
+            return fits(need, once_gone(rooms, some), one_node(rooms))
 
         assert (victims is not None) == suffices(candidates)
         if victims is None:

@@ -48,6 +48,7 @@ mmproj: ../models/p.gguf
 vram: 1.5GiB
 context: 8192
 parallel: 4
+replicas: 2
 gpu_layers: 20
 options: {cache_type_k: q8_0}
 extra_args: [--threads, "4"]
@@ -55,6 +56,7 @@ env: {CUDA_VISIBLE_DEVICES: "0"}
 pin: true
 preload: yes
 stay_warm_s: 10m
+min_residency_s: 45s
 chat_template: chatml
 """,
     )
@@ -65,6 +67,7 @@ chat_template: chatml
     assert manifest.extra_args == ("--threads", "4")
     assert manifest.preload
     assert manifest.stay_warm_s == 600
+    assert (manifest.replicas, manifest.min_residency_s) == (2, 45)
 
 
 def test_sizes_in_mib(file: Path) -> None:

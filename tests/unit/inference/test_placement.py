@@ -3,37 +3,49 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from inference.placement import MARGIN_BYTES, Rooms, fits, largest, place, usable
-from tests.unit.inference.scheduler_rules import GIB, a_device
+from inference.events import DeviceRoom
+from inference.placement import MARGIN_BYTES, Groups, Rooms, fits, groups_of, largest, place, usable
+from tests.unit.inference.scheduler_rules import GIB, a_device, one_node
+
+
+def over(rooms: Mapping[str, int]) -> tuple[Mapping[str, int], Groups]:
+    """The rooms, and that they are one node's."""
+    return rooms, one_node(rooms)
+
+
+def rooms_of(devices: Sequence[DeviceRoom]) -> Rooms:
+    return Rooms(devices, groups_of(devices))
 
 
 def test_of_the_devices_with_room_the_fullest_is_taken_and_the_others_are_alternatives():
-    ways = place(4 * GIB, {"d0": 20 * GIB, "d1": 5 * GIB, "d2": 3 * GIB, "d3": 8 * GIB}, may_split=True)
+    ways = place(4 * GIB, *over({"d0": 20 * GIB, "d1": 5 * GIB, "d2": 3 * GIB, "d3": 8 * GIB}))
     assert ways == ({"d1": 4 * GIB}, {"d3": 4 * GIB}, {"d0": 4 * GIB})
 
 
 def test_of_equals_the_first_is_taken():
-    assert place(GIB, {"d0": 2 * GIB, "d1": 2 * GIB}, may_split=True)[0] == {"d0": GIB}
+    assert place(GIB, *over({"d0": 2 * GIB, "d1": 2 * GIB}))[0] == {"d0": GIB}
 
 
 def test_what_fits_on_no_single_device_is_spread_in_proportion_to_room_in_index_order():
-    (shares,) = place(9 * GIB, {"d0": 4 * GIB + MARGIN_BYTES, "d1": 8 * GIB + MARGIN_BYTES}, may_split=True)
+    (shares,) = place(9 * GIB, *over({"d0": 4 * GIB + MARGIN_BYTES, "d1": 8 * GIB + MARGIN_BYTES}))
     assert list(shares) == ["d0", "d1"]
     assert shares == {"d0": 3 * GIB, "d1": 6 * GIB}
 
 
 def test_a_spread_uses_the_fewest_devices_that_hold_it():
-    (shares,) = place(14 * GIB, {"d0": 2 * GIB, "d1": 8 * GIB, "d2": 8 * GIB}, may_split=True)
+    (shares,) = place(14 * GIB, *over({"d0": 2 * GIB, "d1": 8 * GIB, "d2": 8 * GIB}))
     assert list(shares) == ["d1", "d2"]
 
 
 def test_a_spread_leaves_the_margin_free_on_every_device():
     rooms = {"d0": 8 * GIB, "d1": 8 * GIB}
-    assert place(16 * GIB - 2 * MARGIN_BYTES, rooms, may_split=True) == (
+    assert place(16 * GIB - 2 * MARGIN_BYTES, *over(rooms)) == (
         {"d0": 8 * GIB - MARGIN_BYTES, "d1": 8 * GIB - MARGIN_BYTES},
     )
-    assert place(16 * GIB - 2 * MARGIN_BYTES + 1, rooms, may_split=True) == ()
+    assert place(16 * GIB - 2 * MARGIN_BYTES + 1, *over(rooms)) == ()
 
 
 def test_every_spread_adds_up_and_fits():
@@ -41,8 +53,8 @@ def test_every_spread_adds_up_and_fits():
     for _ in range(2000):
         rooms = {f"d{n}": rng.randrange(0, 20 * GIB) for n in range(rng.randint(1, 6))}
         need = rng.randrange(1, 60 * GIB)
-        ways = place(need, rooms, may_split=True)
-        assert bool(ways) == fits(need, rooms, may_split=True)
+        ways = place(need, *over(rooms))
+        assert bool(ways) == fits(need, *over(rooms))
         for shares in ways:
             assert sum(shares.values()) == need
             margin = MARGIN_BYTES if len(shares) > 1 else 0
@@ -58,7 +70,7 @@ def test_host_memory_counts_only_where_there_is_no_accelerator():
 def test_host_memory_is_never_spread():
     hosts = [a_device("cpu0", 8, accelerator=False), a_device("cpu1", 8, accelerator=False)]
     assert largest(hosts) == 8 * GIB
-    assert not Rooms(hosts).place(9 * GIB)
+    assert not rooms_of(hosts).place(9 * GIB)
 
 
 def test_the_largest_model_is_what_all_accelerators_hold_together():
@@ -68,14 +80,14 @@ def test_the_largest_model_is_what_all_accelerators_hold_together():
 
 
 def test_free_room_is_preferred_to_room_that_is_still_becoming_free():
-    rooms = Rooms([a_device("d0", 8), a_device("d1", 24)])
+    rooms = rooms_of([a_device("d0", 8), a_device("d1", 24)])
     rooms.take({"d0": 8 * GIB})
     rooms.expect({"d0": 8 * GIB})
     assert rooms.place(4 * GIB) == ({"d1": 4 * GIB},)
 
 
 def test_room_on_its_way_back_can_be_promised_once():
-    rooms = Rooms([a_device("d0", 8)])
+    rooms = rooms_of([a_device("d0", 8)])
     rooms.take({"d0": 8 * GIB})
     assert not rooms.place(6 * GIB)
     rooms.expect({"d0": 8 * GIB})
@@ -86,21 +98,36 @@ def test_room_on_its_way_back_can_be_promised_once():
 
 
 def test_a_device_is_overdrawn_when_more_is_claimed_than_it_will_have():
-    rooms = Rooms([a_device("d0", 8, others=4)])
+    rooms = rooms_of([a_device("d0", 8, others=4)])
     rooms.take({"d0": 6 * GIB})
     assert rooms.overdrawn({"d0": 6 * GIB})
     assert not rooms.overdrawn({"elsewhere": GIB})
 
 
 def test_room_kept_for_somebody_does_not_make_a_claim_too_many():
-    rooms = Rooms([a_device("d0", 8)])
+    rooms = rooms_of([a_device("d0", 8)])
     rooms.take({"d0": 6 * GIB})
     rooms.keep({"d0": 6 * GIB})
     assert not rooms.overdrawn({"d0": 6 * GIB})
 
 
 def test_kept_room_is_nobody_elses():
-    rooms = Rooms([a_device("d0", 8)])
+    rooms = rooms_of([a_device("d0", 8)])
     rooms.keep({"d0": 6 * GIB})
     assert not rooms.place(3 * GIB)
     assert rooms.total(kept=True) == {"d0": 8 * GIB}
+
+
+def test_a_model_is_split_over_the_devices_of_one_node_only():
+    here = [replace(a_device(f"a{n}", 8), node="a") for n in range(2)]
+    there = [replace(a_device(f"b{n}", 12), node="b") for n in range(2)]
+    rooms = rooms_of([*here, *there])
+    assert rooms.place(30 * GIB) == ()
+    assert [set(option) for option in rooms.place(20 * GIB)] == [{"b0", "b1"}]
+    assert largest([*here, *there]) == 24 * GIB - 2 * MARGIN_BYTES
+
+
+def test_of_two_nodes_the_one_where_fewer_devices_do_comes_first():
+    here = [replace(a_device(f"a{n}", 8), node="a") for n in range(4)]
+    there = [replace(a_device(f"b{n}", 12), node="b") for n in range(2)]
+    assert [len(option) for option in rooms_of([*here, *there]).place(20 * GIB)] == [2, 3]

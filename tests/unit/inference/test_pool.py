@@ -18,6 +18,7 @@ from inference.errors import EngineMissing, QueueTimeout
 from inference.pool import Pool
 from inference.queue import QueueLimits
 from inference.scheduler import Scheduler
+from inference.slot_maker import SlotMaker
 from tests.unit.inference.slot_world import MODEL
 
 ROOM = DeviceUse(Device("sim0", DeviceKind.SIM, "sim0", 0, 1 << 30, 0, measured=False), 0, None, 0, 0, 1 << 30)
@@ -26,8 +27,8 @@ ROOM = DeviceUse(Device("sim0", DeviceKind.SIM, "sim0", 0, 1 << 30, 0, measured=
 class Ledger:
     """Shows its devices, or fails in a way nobody foresaw."""
 
-    def __init__(self) -> None:
-        self.state = SimpleNamespace(ledger_path=Path("/nowhere"))
+    def __init__(self, root: Path) -> None:
+        self.state = SimpleNamespace(root=root)
         self.devices: tuple[DeviceUse, ...] = (ROOM,)
         self.fails: Exception | None = None
         self.failed = 0
@@ -48,21 +49,19 @@ class NoShims:
 
 
 @pytest.fixture
-def ledger() -> Ledger:
-    return Ledger()
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path)
 
 
 @pytest.fixture
 async def pool(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pool]:
     monkeypatch.setattr(pool_module, "TICK_S", 0.01)
     monkeypatch.setattr(pool_module, "WAITING_TICK_S", 0.01)
-    parts: dict[str, Any] = {
-        "registry": SimpleNamespace(models={MODEL.id: MODEL}),
-        "ledger": ledger,
-        "shims": NoShims(),
-    }
+    parts: dict[str, Any] = {"ledger": ledger, "shims": NoShims()}
+    slots = SlotMaker(find_engine=lambda _: None, **parts)
+    registry: Any = SimpleNamespace(models={MODEL.id: MODEL})
     scheduler = Scheduler(QueueLimits(max_wait_s=0.05))
-    pool = Pool(scheduler=scheduler, find_engine=lambda _: None, node="here", shutdown_s=0.1, **parts)
+    pool = Pool(registry=registry, scheduler=scheduler, slots=slots, node="here", shutdown_s=0.1)
     yield pool
     await pool.shutdown()
 

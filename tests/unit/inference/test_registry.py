@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from gpuboss.units import GIB, MIB
+from gpuboss.units import GIB, MIB, format_bytes
 from inference import errors
+from inference.estimate import Peak
 from inference.model import Category, Model
+from inference.profile import profile_of
 from inference.registry import Registry, Room, Sources
 from tests.unit.inference.gguf_files import LLAMA, write_gguf
+
+DEMO = Path(__file__).parents[3] / "demo" / "models"
 
 
 class Library:
@@ -72,6 +76,7 @@ def test_a_manifest_overrides_what_the_file_says(library: Library) -> None:
     )
     registry = library.load()
     assert list(registry.models) == ["chat"], "the file is not listed a second time under its own name"
+    assert (registry.resolve("chat").replicas, registry.resolve("chat").min_residency_s) == (1, None)
     model = registry.resolve("chat")
     assert (model.path, model.claim_bytes, model.context, model.parallel) == (path, 100 * MIB, 512, 2)
     assert model.pin
@@ -151,6 +156,33 @@ def test_files_of_the_same_name_get_different_ids_always_the_same_ones(library: 
         "x/m": library.models / "x" / "m.gguf",
         "x/m-2": library.models / "y" / "x" / "m.gguf",
     }
+
+
+def test_replicas_and_least_residency_are_the_owners_to_say(library: Library) -> None:
+    library.add("tiny.gguf")
+    library.describe("t.yaml", "id: chat\npath: ../models/tiny.gguf\nreplicas: 3\nmin_residency_s: 2m\n")
+    model = library.load().resolve("chat")
+    assert (model.replicas, model.min_residency_s) == (3, 120)
+
+
+def test_layers_off_the_accelerator_are_host_memory(library: Library) -> None:
+    library.add("tiny.gguf")
+    library.describe("t.yaml", "id: chat\npath: ../models/tiny.gguf\ngpu_layers: 2\n")
+    assert library.load(room=Room(GIB, "cuda")).resolve("chat").host_bytes > 0
+    assert library.load(room=Room(GIB, "cpu")).resolve("chat").host_bytes == 0
+
+
+def test_what_was_learned_changes_the_claim_and_only_of_that_profile(library: Library) -> None:
+    library.add("one.gguf")
+    library.add("two.gguf")
+    registry = library.load(room=Room(8 * GIB, "cuda"))
+    one, two = registry.resolve("one"), registry.resolve("two")
+    assert registry.learn({profile_of(one, "cuda"): Peak(GIB, 1), profile_of(two, "cpu"): Peak(GIB, 1)}).changed == (
+        "one",
+    )
+    assert registry.resolve("one").claim_bytes == 1076 * MIB
+    assert registry.resolve("two") == two
+    assert registry.reload().changed == (), "it stays in force"
 
 
 # -- what is broken ---------------------------------------------------------------------------------------------------
@@ -405,6 +437,18 @@ def test_a_model_whose_file_goes_is_broken_and_comes_back_with_it(library: Libra
     (library.models / "elsewhere").rename(path)
     registry.reload()
     assert registry.resolve("chat").path == path
+
+
+def test_what_cannot_run_yet_is_listed_with_what_it_would_take(library: Library) -> None:
+    whole = library.add("robin-7b-q4_k_m.gguf")
+    (library.models / "cut-7b-q4_k_m.gguf").write_bytes(whole.read_bytes()[:-100])
+    (library.models / "gone-7b-q4_k_m.gguf").symlink_to(library.models / "nowhere")
+    weights = DEMO / "robin-hf" / "model.safetensors"
+    library.describe("hf.yaml", f"path: {weights}\n")
+    basis = {model.id: model.claim_basis for model in library.load().models.values() if model.problem}
+    assert basis["cut-7b-q4_k_m"] == f"file {format_bytes(whole.stat().st_size - 100)} x 1.1"
+    assert basis["gone-7b-q4_k_m"] == "7b in its name: 7e9 parameters of 5 bits x 1.2"
+    assert basis["hf"] == "tensors of its files 1.9MiB x 1.2"
 
 
 def test_a_download_is_broken_until_it_is_complete(library: Library) -> None:

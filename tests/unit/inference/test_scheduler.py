@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from gpuboss.units import format_bytes
 from inference import errors, events
 from inference.events import Purpose
+from inference.fault import Fault
 from inference.queue import QueueLimits
-from inference.scheduler import MAX_CRASHES
+from inference.raised import raised
 from inference.slot_state import SlotState
 from tests.unit.inference.scheduler_bench import Bench
 from tests.unit.inference.scheduler_rules import GIB, a_device, a_model
@@ -421,7 +423,8 @@ def test_a_failed_preload_is_left_alone_until_a_request_or_a_change():
     bench = Bench(a_model("a", 6, preload=True))
     assert bench.failed("a", was_ready=False) == []
     assert bench.after(1.0) + bench.after(1000.0) == []
-    assert bench.tell(events.ModelsChanged(bench.now, {"a": a_model("a", 6, preload=True)})) == ["start a"]
+    assert bench.tell(events.ModelsChanged(bench.now, {"a": a_model("a", 6, preload=True)})) == []
+    assert bench.tell(events.Tick(bench.now)) == ["start a"]
     bench.failed("a", was_ready=False)
     assert bench.ask("a") == ["start a"]
 
@@ -460,23 +463,58 @@ def test_an_engine_that_dies_is_loaded_again_for_those_who_wait_and_its_request_
 
 def test_an_engine_that_keeps_dying_is_given_up_after_a_few_loads():
     bench = Bench(A)
-    for _ in range(MAX_CRASHES + 2):
+    for _ in range(5):
         bench.ask("a")
-    for _ in range(MAX_CRASHES):
-        bench.up("a")
-        assert bench.failed("a", was_ready=True) == ["start a"]
     bench.up("a")
-    assert bench.failed("a", was_ready=True) == ["refuse a5 LoadFailed"]
+    assert bench.failed("a", was_ready=True, fault=Fault.CRASH) == ["start a"]
+    bench.up("a")
+    assert bench.failed("a", was_ready=True, fault=Fault.CRASH) == []
+    bench.now += 1.5
+    assert bench.tell(events.Tick(bench.now)) == ["start a"]
+    bench.up("a")
+    assert bench.failed("a", was_ready=True, fault=Fault.CRASH) == ["refuse a4 LoadFailed", "refuse a5 LoadFailed"]
+    assert bench.ask("a") == ["refuse a6 LoadFailed"]
 
 
-def test_a_served_request_is_proof_that_the_engine_works():
+def test_an_operator_who_loads_a_model_by_hand_has_it_tried_at_once():
     bench = Bench(A)
-    for _ in range(2 * MAX_CRASHES + 2):
-        bench.ask("a")
-    for died in range(1, 2 * MAX_CRASHES, 2):
-        bench.up("a")
-        bench.served(f"a{died}")
-        assert bench.failed("a", was_ready=True) == ["start a"]
+    bench.ask("a")
+    assert bench.failed("a", was_ready=False, fault=Fault.BAD_MODEL) == ["refuse a1 LoadFailed"]
+    assert bench.ask("a") == ["refuse a2 LoadFailed"]
+    assert bench.ask("a", purpose=Purpose.LOAD) == ["start a"]
+
+
+def test_a_model_whose_definition_changed_is_tried_again():
+    bench = Bench(A)
+    bench.ask("a")
+    bench.failed("a", was_ready=False, fault=Fault.BAD_ARGUMENTS)
+    bench.tell(events.ModelsChanged(bench.now, {"a": a_model("a", 6, extra_args=("--flash-attn",))}))
+    assert bench.ask("a") == ["start a"]
+
+
+def test_a_load_that_ran_out_of_memory_is_tried_once_with_a_larger_claim_and_then_refused_with_numbers():
+    bench = Bench(A)
+    bench.ask("a")
+    assert bench.failed("a", was_ready=False, fault=Fault.OUT_OF_MEMORY) == ["start a"]
+    assert sum(bench.starts["a"].options[0].values()) == raised(A).claim_bytes
+    assert bench.failed("a", was_ready=False, fault=Fault.OUT_OF_MEMORY) == ["refuse a1 LoadFailed"]
+    error = bench.errors["a1"]
+    assert "6GiB" in error.message
+    assert format_bytes(raised(A).claim_bytes) in error.message
+
+
+def test_a_raised_claim_that_no_device_could_hold_is_refused_with_what_it_ran_out_with():
+    bench = Bench(a_model("a", 9.5))
+    bench.ask("a")
+    assert bench.failed("a", was_ready=False, fault=Fault.OUT_OF_MEMORY) == ["refuse a1 WillNeverFit"]
+    assert "ran out of memory with 9.5GiB" in bench.errors["a1"].message
+
+
+def test_what_is_not_the_engines_doing_takes_its_tickets_along_and_is_no_reason_to_wait():
+    bench = Bench(A)
+    bench.ask("a")
+    assert bench.failed("a", was_ready=False) == ["refuse a1 LoadFailed"]
+    assert bench.ask("a") == ["start a"]
 
 
 def test_an_engine_that_dies_while_draining_frees_the_room_it_was_leaving():
@@ -501,11 +539,13 @@ def test_a_lost_lease_is_room_only_when_the_engine_is_gone():
 def test_a_model_that_keeps_losing_its_lease_is_given_up_after_a_few_loads():
     bench = Bench(A)
     bench.ask("a")
-    for _ in range(MAX_CRASHES):
-        bench.tell(events.LeaseLost(bench.now, "a"))
-        assert bench.failed("a", was_ready=False) == ["start a"]
-    bench.tell(events.LeaseLost(bench.now, "a"))
-    assert bench.failed("a", was_ready=False) == ["refuse a1 LoadFailed"]
+    said: list[str] = []
+    for _ in range(3):
+        said += bench.tell(events.LeaseLost(bench.now, "a"))
+        said += bench.failed("a", was_ready=False)
+        bench.now += 5.0
+        said += bench.tell(events.Tick(bench.now))
+    assert said == ["start a", "start a", "refuse a1 LoadFailed"]
 
 
 # -- operators ----------------------------------------------------------------------------------------------------

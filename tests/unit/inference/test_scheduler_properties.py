@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,24 @@ import pytest
 from inference import eviction, overtaking
 from inference.board import Board
 from inference.eviction import Candidate
+from inference.model import Model
 from inference.placement import Rooms
+from inference.plan import Plan
+from inference.slot_view import SlotRecord
 from inference.yielding import Yielding
-from tests.unit.inference.one_room import OneRoom
+from tests.unit.inference.one_room import OneRoom, TwoModels
 from tests.unit.inference.scheduler_rules import Broken
 from tests.unit.inference.scheduler_world import World
+
+
+class Impatient(World):
+    """Long loads, and callers who do not wait for them."""
+
+    def people(self) -> None:
+        super().people()
+        self.limits = replace(self.limits, load_grace_s=10.0)
+        self.load_s = dict.fromkeys(self.models, 15.0)
+        self.trouble = 0.6
 
 
 def play(kind: type[World], seeds: range, busy_s: float) -> dict[str, int]:
@@ -42,6 +56,15 @@ def test_nobody_is_overtaken_beyond_the_bounds():
     assert counts["Start"] > 300
 
 
+def test_nobody_waits_longer_than_the_bound_the_longest_request_and_the_load():
+    waits = 0
+    for seed in range(30):
+        world = TwoModels(seed)
+        world.run(40.0)
+        waits += world.waits
+    assert waits > 50
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", range(4))
 def test_thousands_of_random_histories_keep_every_rule(batch: int):
@@ -57,13 +80,13 @@ def test_hundreds_of_histories_overtake_nobody_beyond_the_bounds():
 
 
 def test_a_busy_or_loading_slot_that_is_evicted_breaks_a_rule(monkeypatch):
-    monkeypatch.setattr(Candidate, "yields_to", lambda self, priority: True)
+    monkeypatch.setattr(Candidate, "yields_to", lambda self, priority, *, overdue: True)
     with pytest.raises(Broken, match="4: "):
         play(World, range(100), busy_s=40.0)
 
 
 def test_a_superfluous_victim_breaks_a_rule(monkeypatch):
-    monkeypatch.setattr(eviction, "_without_redundant", lambda need, trial, chosen, *, may_split: tuple(chosen))
+    monkeypatch.setattr(eviction, "_without_redundant", lambda need, trial, chosen, groups: tuple(chosen))
     with pytest.raises(Broken, match="5: "):
         play(World, range(200), busy_s=40.0)
 
@@ -78,6 +101,43 @@ def test_unbounded_overtaking_breaks_a_rule(monkeypatch):
     monkeypatch.setattr(overtaking.Overtaking, "forbids", lambda self, slot, entry: False)
     with pytest.raises(Broken, match="is overtaken"):
         play(OneRoom, range(30), busy_s=15.0)
+
+
+def test_a_wait_without_a_bound_breaks_a_rule(monkeypatch):
+    monkeypatch.setattr(overtaking.Overtaking, "forbids", lambda self, slot, entry: False)
+    monkeypatch.setattr(OneRoom, "overtaken", lambda self, leader, by: None)
+    with pytest.raises(Broken, match="waited"):
+        play(TwoModels, range(30), busy_s=40.0)
+
+
+def test_a_model_that_goes_although_it_was_just_loaded_breaks_a_rule(monkeypatch):
+    monkeypatch.setattr(SlotRecord, "resident_until_s", lambda self, min_residency_s: 0.0)
+    with pytest.raises(Broken, match="was just loaded"):
+        play(World, range(300), busy_s=40.0)
+
+
+def test_a_load_that_is_given_up_as_soon_as_its_caller_left_breaks_a_rule(monkeypatch):
+    monkeypatch.setattr(Board, "is_orphaned", lambda self, slot: False)
+    play_impatient(range(40), spoilt=True)
+
+
+def play_impatient(seeds: range, *, spoilt: bool) -> None:
+    with pytest.raises(Broken, match="was wanted just now") if spoilt else contextlib.nullcontext():
+        play(Impatient, seeds, busy_s=60.0)
+
+
+def test_callers_who_leave_before_their_model_is_loaded_keep_every_rule():
+    play_impatient(range(40), spoilt=False)
+
+
+def test_a_further_slot_that_evicts_somebody_breaks_a_rule(monkeypatch):
+    def widen(self: Plan, model: Model) -> None:
+        if len(self._board.slots.of(model.id)) < model.replicas:
+            self._board.start(model, ({self._board.usable[0].id: model.claim_bytes},), 10)
+
+    monkeypatch.setattr(Plan, "_widen", widen)
+    with pytest.raises(Broken, match=r"11: |3: "):
+        play(World, range(100), busy_s=40.0)
 
 
 def test_a_slot_that_does_not_heed_its_notice_breaks_a_rule(monkeypatch):

@@ -6,15 +6,18 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from inference import engine_run, events, load_progress
 from inference.engine_log import log_path
 from inference.errors import LoadFailed, LoadTimeout, NoRoom
+from inference.fault import Fault
 from inference.load_progress import LoadProgress
 from inference.process import EndReason, Exited, Lost, Refused, Started
 from inference.slot_state import SlotState
+from inference.watchdog import COMPUTING_TIMES
 from tests.support import until
 from tests.unit.inference.slot_world import OPTIONS, World
 
@@ -45,14 +48,18 @@ async def test_an_engine_that_ends_while_it_loads_is_told_with_its_last_words(wo
     world.backend.ready.clear()
     world.slot.start(OPTIONS, 10)
     await until(lambda: world.backend.probes > 1, "the load to be probed")
+    world.backend.fault = Fault.BAD_MODEL
     log(world, "loading\nfailed to open GGUF file '/home/ann/models/robin.gguf'\n")
     world.shim.say(Exited(1, None, 1, EndReason.EXIT))
     failed = await failure(world)
     assert isinstance(failed.error, LoadFailed)
     assert failed.error.message == (
-        "'robin' could not be loaded: it ended with code 1; its log ends with:\n"
+        "'robin' could not be loaded: its engine cannot read the model's file; it ended with code 1; its log ends "
+        "with:\n"
         "loading\nfailed to open GGUF file 'robin.gguf'"
     )
+    assert failed.fault is failed.error.fault is Fault.BAD_MODEL
+    assert world.backend.read_lines == ["loading", "failed to open GGUF file '/home/ann/models/robin.gguf'"]
     assert [how for how, _ in world.ledger.given_back] == ["release"]
 
 
@@ -119,7 +126,9 @@ async def test_a_load_without_progress_times_out_and_is_ended(world: World) -> N
     world.now_s += load_progress.STALL_S + 1
     failed = await failure(world)
     assert isinstance(failed.error, LoadTimeout)
+    assert failed.fault is Fault.STALL
     assert "no progress for 121 s" in failed.error.message
+    assert world.shim.orders[-1] == 0.0, "there is nothing to be saved in it"
     assert [how for how, _ in world.ledger.given_back] == ["release"]
 
 
@@ -163,6 +172,23 @@ def test_progress_is_a_longer_log_more_memory_or_more_bytes_read(tmp_path: Path)
         assert progress.stalled_s is None
     assert progress.fraction is not None
     assert 0.0 < progress.fraction < 0.01
+
+
+def test_a_load_that_only_computes_is_given_more_time_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that translates its programs, say."""
+    now_s = 0.0
+    progress = LoadProgress(os.getpid(), 1, tmp_path / "log", lambda: now_s)
+    process = progress._process
+    assert process is not None
+    monkeypatch.setattr(process, "memory_info", lambda: SimpleNamespace(rss=1))
+    monkeypatch.setattr(process, "io_counters", lambda: SimpleNamespace(read_chars=1, read_bytes=1), raising=False)
+    monkeypatch.setattr(process, "cpu_times", lambda: SimpleNamespace(user=now_s, system=0.0))
+    while progress.stalled_s is None:
+        now_s += 1.0
+        progress.look()
+    assert now_s == pytest.approx(load_progress.STALL_S * COMPUTING_TIMES, abs=2)
 
 
 def test_a_process_that_is_gone_makes_no_progress(tmp_path: Path) -> None:

@@ -33,18 +33,21 @@ class YieldingRules(Rules):
 
     def check_yield(self, action: actions.Drain | actions.Stop) -> None:
         """8, as far as it forbids."""
-        slot, name = self.slots[action.model_id], action.model_id
+        slot, name = self.slots[action.slot_id], action.slot_id
         if not action.reason.startswith("yields to") or slot.state in GOING:
+            return
+        if slot.withdrawn_at == self.now:  # which the scheduler has not been told yet
+            slot.yields_to, slot.came_away = self.scheduler._board.slots[name].yields_to, True
             return
         demand = self.demand_on(slot)
         self.must(demand is not None, f"8: {action} without a notice: {slot}")
         assert demand is not None
         assert slot.model is not None
         self.must(not slot.model.pin, f"8: pinned {name} yields: {action}")
-        waiting = [ticket for ticket in self.works_for(name) if self.class_of(ticket) < self.risen(demand)]
+        waiting = [ticket for ticket in self.works_for(slot.model.id) if self.class_of(ticket) < self.risen(demand)]
         if slot.state is SlotState.LOADING:
-            wanted = [self.class_of(t) for t in self.waiting_for(name) if t.purpose is not Purpose.PEEK]
-            best = min(wanted or [ticket.priority for ticket in self.waiting_for(name)], default=1001)
+            wanted = [self.class_of(t) for t in self.waiting_for(slot.model.id) if t.purpose is not Purpose.PEEK]
+            best = min(wanted or [ticket.priority for ticket in self.waiting_for(slot.model.id)], default=1001)
             self.must(self.outranks(slot, demand, best), f"8: {name} loads for class {best} and yields to {demand}")
         elif slot.in_flight:
             busy = self.class_of_slot(slot)
@@ -58,7 +61,7 @@ class YieldingRules(Rules):
 
     def check_cut(self, action: actions.Stop) -> None:
         """8: requests in flight are cut short only after the grace, for somebody more important than all of them."""
-        slot = self.slots[action.model_id]
+        slot = self.slots[action.slot_id]
         if action.error is None:
             self.must(not slot.in_flight, f"2: {action} on {slot}")
             return
@@ -84,13 +87,13 @@ class YieldingRules(Rules):
             demand = self.demand_on(slot)
             if demand is None or slot.model is None or slot.model.pin:
                 continue
-            if slot.state is SlotState.READY and not self.works_for(name):
+            if slot.state is SlotState.READY and not self.works_for(slot.model.id):
                 defends = self.class_of_slot(slot)
                 idle = demand.priority == defends and not slot.in_flight
                 # One that was repriced need not be known to have been let past.
                 goes = idle or demand.priority < defends
                 self.must(not goes, f"8: {name}, {slot}, does not yield to {demand}")
-            if slot.state is SlotState.LOADING and not self.waiting_for(name):
+            if slot.state is SlotState.LOADING and not self.waiting_for(slot.model.id):
                 self.must(False, f"8: {name} loads for nobody and does not yield to {demand}")
 
     def check_overtaking(self, slot: Slot, ticket: Ticket) -> None:
@@ -110,7 +113,7 @@ class YieldingRules(Rules):
 
     def check_return(self, action: actions.Start) -> None:
         """10: what loads without a request is kept loaded, or came away for a job; and nobody goes for it."""
-        slot, model = self.slots.get(action.model_id), self.models[action.model_id]
+        slot, model = self.slots.get(action.slot_id), self.models[action.model_id]
         if not self.waiting_for(action.model_id):
             came_away = slot is not None and slot.came_away
             self.must(model.pin or model.preload or came_away, f"10: {action} for nobody")

@@ -1,0 +1,216 @@
+"""When somebody's turn will be: what is foretold, against what then happens on the same virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from inference import actions, events, forecaster
+from inference.events import Purpose, Ticket
+from inference.forecast import Forecast
+from inference.forecaster import Forecaster
+from inference.habits import Habits
+from inference.model import Model
+from inference.queue import QueueLimits
+from inference.scheduler import Scheduler
+from inference.simulation.trace import Request
+from inference.simulation.world import Times, World
+from tests.unit.inference.scheduler_bench import Bench
+from tests.unit.inference.scheduler_rules import GIB, a_device, a_model
+
+A, B = a_model("a", 6), a_model("b", 6)
+
+
+@dataclass
+class Life:
+    """A scheduler's life on a virtual clock, and what was foretold in it."""
+
+    seed: int
+    stated: list[tuple[str, float, float]] = field(default_factory=list)
+    """Ticket, when it was said, seconds that were said."""
+    granted: dict[str, float] = field(default_factory=dict)
+    left_out: int = 0
+    """Tickets that nothing was said of."""
+
+    def run(self) -> Life:
+        rng = self.rng = random.Random(self.seed)
+        count = rng.choice([3, 5])
+        models = {f"m{n}": a_model(f"m{n}", 6, parallel=rng.choice([1, 1, 2])) for n in range(count)}
+        service_s = {name: rng.uniform(0.5, 4.0) for name in models}
+        self.scheduler = Scheduler(QueueLimits())
+        self.world = World(
+            self.scheduler,
+            devices=[a_device("d0", 8)],
+            models=models,
+            times=Times(load_s={name: rng.uniform(1.0, 8.0) for name in models}, service_s=service_s),
+            requests=self.requests(models, service_s),
+            watcher=self.watch,
+        )
+        self.world.begin()
+        self.world.run()
+        return self
+
+    def requests(self, models: dict[str, Model], service_s: dict[str, float]) -> list[Request]:
+        rng, at_s, found = self.rng, 0.0, list[Request]()
+        rate = rng.choice([0.4, 0.8, 1.2]) / (sum(service_s.values()) / len(service_s))
+        for _ in range(120):
+            at_s += rng.expovariate(rate)
+            name = f"m{min(int(rng.expovariate(0.9)), len(models) - 1)}"
+            took_s = max(0.05, rng.gauss(service_s[name], 0.3 * service_s[name]))
+            found.append(Request(at_s=at_s, model=name, priority=10, service_s=took_s))
+        return found
+
+    def watch(self, event: events.Event, decided: Sequence[actions.Action]) -> None:
+        for action in decided:
+            if isinstance(action, actions.Grant):
+                self.granted[action.ticket_id] = self.world.now_s
+        if isinstance(event, events.Tick) and len(self.granted) > 30 and self.rng.random() < 0.1:
+            forecast = Forecast(self.scheduler.copy(), self.world.now_s)
+            forecast.run()
+            for ticket in self.scheduler.waiting():
+                turn_s = forecast.turns_s.get(ticket.id)
+                self.left_out += turn_s is None
+                if turn_s is not None:
+                    self.stated.append((ticket.id, self.world.now_s, turn_s - self.world.now_s))
+
+
+def test_four_of_five_stated_times_are_within_a_third():
+    right = wrong = left_out = 0
+    for seed in range(8):
+        life = Life(seed).run()
+        left_out += life.left_out
+        for ticket_id, said_at_s, eta_s in life.stated:
+            real_s = life.granted[ticket_id] - said_at_s
+            if abs(eta_s - real_s) <= max(0.3 * real_s, 0.3):
+                right += 1
+            else:
+                wrong += 1
+    assert right + wrong > 2000
+    assert right >= 0.8 * (right + wrong), f"{right} right, {wrong} wrong"
+    assert left_out <= 0.2 * (right + wrong), f"nothing was said of {left_out}"
+
+
+def measured(bench: Bench, model_id: str, service_s: float) -> None:
+    """Load the model and let a request take so long."""
+    said = bench.ask(model_id)
+    assert f"start {model_id}" in said
+    bench.up(model_id, load_s=5.0)
+    ticket_id = bench.flying[-1]
+    bench.now += service_s
+    bench.served(ticket_id)
+
+
+def test_a_waiting_request_is_told_when_the_one_before_it_will_be_done():
+    bench = Bench(A)
+    measured(bench, "a", 4.0)
+    bench.now += 100.0
+    bench.ask("a")
+    bench.ask("a")
+    bench.now += 1.0
+    forecast = Forecast(bench.scheduler.copy(), bench.now)
+    assert forecast.run()
+    (turn_s,) = forecast.turns_s.values()
+    assert turn_s - bench.now == pytest.approx(3.0)
+
+
+def test_a_swap_is_counted_with_what_loads_took():
+    bench = Bench(A, B)
+    measured(bench, "b", 1.0)
+    bench.now += 1000.0
+    measured(bench, "a", 4.0)
+    bench.now += 1000.0
+    bench.ask("a")
+    bench.ask("b")
+    forecast = Forecast(bench.scheduler.copy(), bench.now)
+    forecast.run()
+    (turn_s,) = forecast.turns_s.values()
+    assert turn_s - bench.now == pytest.approx(4.0 + 5.0, abs=0.5)
+
+
+def test_who_waits_for_others_memory_gets_no_estimate():
+    bench = Bench(A, devices=(a_device("d0", 10, others=8, leased=8),))
+    assert bench.ask("a") == ["ask a"]
+    forecast = Forecast(bench.scheduler.copy(), bench.now)
+    assert forecast.run()
+    assert forecast.turns_s == {}
+
+
+def test_a_forecast_may_be_made_in_slices():
+    bench = Bench(A)
+    measured(bench, "a", 4.0)
+    for _ in range(30):
+        bench.ask("a")
+    forecast = Forecast(bench.scheduler.copy(), bench.now)
+    slices = 0
+    while not forecast.run(5):
+        slices += 1
+    assert slices > 5
+    assert len(forecast.turns_s) == 29
+
+
+def test_looking_ahead_changes_nothing():
+    bench = Bench(A, B)
+    measured(bench, "a", 4.0)
+    for name in ("a", "b", "a"):
+        bench.ask(name)
+    before = repr(bench.scheduler.board.slots), bench.scheduler.waiting()
+    Forecast(bench.scheduler.copy(), bench.now).run()
+    assert (repr(bench.scheduler.board.slots), bench.scheduler.waiting()) == before
+
+
+async def test_a_forecaster_looks_ahead_once_somebody_has_waited_and_survives_a_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forecaster, "EVERY_S", 0.01)
+    bench = Bench(A)
+    measured(bench, "a", 4.0)
+    loop_s = asyncio.get_running_loop().time()
+    bench.now = loop_s - 10.0
+    for _ in range(2):
+        bench.tell(events.Arrived(bench.now, Ticket(f"w{_}", "a", 10, bench.now, purpose=Purpose.INFER)))
+    looked = Forecaster(bench.scheduler)
+    faults = iter([RuntimeError("nobody foresaw this")])
+    real_copy = bench.scheduler.copy
+
+    def copy() -> Scheduler:
+        for fault in faults:
+            raise fault
+        return real_copy()
+
+    monkeypatch.setattr(bench.scheduler, "copy", copy)
+    waits = asyncio.Event()
+    waits.set()
+    task = asyncio.create_task(looked.main_loop(waits))
+    try:
+        async with asyncio.timeout(10):
+            while looked.eta_s("w1") is None:  # noqa: ASYNC110 (what is waited for is a figure, not an event)
+                await asyncio.sleep(0.01)
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    assert next(faults, None) is None, "the fault was raised, and the next forecast was made all the same"
+
+
+def test_habits_forget_slowly_and_guess_what_was_never_measured():
+    habits = Habits()
+    assert not habits.measured
+    assert habits.load_s(A) == pytest.approx(6 * GIB / 1e9)
+    habits.served("a", 10.0)
+    habits.served("a", 5.0)
+    assert habits.service_s("a") == pytest.approx(9.0)
+    assert habits.service_s("never seen") == pytest.approx(9.0)
+    habits.loaded(A, 3.0)
+    assert habits.load_s(a_model("twice", 12)) == pytest.approx(6.0)
+
+
+def test_only_models_that_are_still_asked_for_are_expected_again():
+    habits = Habits()
+    for at_s in (0.0, 2.0, 4.0):
+        habits.arrived("a", at_s)
+    habits.arrived("once", 4.0)
+    assert habits.gaps_s(5.0) == {"a": pytest.approx(2.0)}
+    assert habits.gaps_s(50.0) == {}
