@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from coordinator import openapi
-from coordinator.api import control, health, leases, models, raw
+from coordinator.api import control, explain, health, leases, models, raw, trace
 from coordinator.broker import Broker, Parts
 from coordinator.errors import BadJson, BadRequest, MethodRefused, PathUnknown
 from coordinator.front import Front
@@ -34,10 +34,14 @@ from gpuboss.settings import LedgerSettings
 from gpuboss.state_dir import StateDir
 from inference.engines import find_llama_server
 from inference.externals import Externals
+from inference.learned import Learned
 from inference.pool import Pool
+from inference.process import Shims
 from inference.queue import QueueLimits
 from inference.registry import Changes, Registry, Room
 from inference.scheduler import Scheduler
+from inference.simulation.recorder import Recorder
+from inference.slot_maker import SlotMaker
 from inference.watch import watch
 
 _DESCRIPTION = "Local models behind one OpenAI-compatible API, loaded and evicted inside a memory budget."
@@ -78,7 +82,7 @@ def assemble(broker: Broker, gate: Gate, *, access_log: bool = False) -> FastAPI
         telemetry=_NO_TELEMETRY,
     )
     app.state.broker = broker
-    for family in (models, health, control, leases):
+    for family in (models, health, control, explain, trace, leases):
         app.include_router(family.routes(broker))
     endpoints = raw.endpoints(broker)
     openapi.document(app, endpoints)
@@ -105,28 +109,44 @@ async def _running(settings: Settings) -> AsyncIterator[Parts]:
         registry = Registry.load(settings.model_sources(), _largest_room(ledger.devices))
         for problem in (*registry.problems, *registry.warnings):
             _log.warning("models_problem", problem=str(problem))
-        pool = Pool(
-            registry=registry,
-            scheduler=Scheduler(QueueLimits(**settings.queue.model_dump())),
-            ledger=ledger,
-            find_engine=lambda backend: _find_engine(settings, backend),
-            node=socket.gethostname(),
-            preempt_grace_s=settings.preempt_grace_s,
-        )
+        learned = Learned(ledger, registry)
+        await learned.startup()
+        pool = _make_pool(settings, registry, ledger)
         stack.push_async_callback(pool.shutdown)
         await pool.startup()
-        await stack.enter_async_context(_watching(registry, pool))
+        await stack.enter_async_context(_beside(_watch(registry, pool), "model-watch"))
+        learning = learned.main_loop(pool.serving, pool.models_changed)
+        await stack.enter_async_context(_beside(learning, "peaks-learned"))
         desk = LeaseDesk(ledger)
         stack.push_async_callback(desk.close)
         externals = Externals(settings.external_specs(), ledger)
         externals.startup()
         stack.push_async_callback(externals.shutdown)
-        yield Parts(pool, desk, externals)
+        yield Parts(pool, desk, externals, ledger)
 
 
-@contextlib.asynccontextmanager
-async def _watching(registry: Registry, pool: Pool) -> AsyncIterator[None]:
-    """Tell the pool of changed models and manifests, as long as the context is open."""
+def _make_pool(settings: Settings, registry: Registry, ledger: Client) -> Pool:
+    limits = QueueLimits(**settings.queue.model_dump(), min_residency_s=settings.min_residency_s)
+    slots = SlotMaker(
+        ledger=ledger,
+        shims=Shims(ledger.state.ledger_path, spares=1),
+        find_engine=lambda backend: _find_engine(settings, backend),
+        grace_s=settings.preempt_grace_s,
+        stall_s=settings.stall_s,
+        orphan_grace_s=settings.orphan_grace_s if settings.on_restart == "adopt" else None,
+    )
+    return Pool(
+        registry=registry,
+        scheduler=Scheduler(limits),
+        slots=slots,
+        node=socket.gethostname(),
+        recorder=Recorder(limits),
+        shutdown_s=settings.shutdown_s,
+    )
+
+
+async def _watch(registry: Registry, pool: Pool) -> None:
+    """Tell the pool of changed models and manifests."""
 
     def report(changes: Changes) -> None:
         for problem in changes.problems:
@@ -134,13 +154,20 @@ async def _watching(registry: Registry, pool: Pool) -> AsyncIterator[None]:
         _log.info("models_changed", added=changes.added, removed=changes.removed, changed=changes.changed)
         pool.models_changed()
 
+    await watch(registry, report)
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[None, None, None], name: str) -> AsyncIterator[None]:
+    """Have it done as long as the context is open."""
+
     async def watched() -> None:
         try:
-            await watch(registry, report)
+            await work
         except Exception:  # the broker serves on without it; the owner restarts it to have it back
-            _log.exception("models_no_longer_watched")
+            _log.exception("background_work_ended", work=name)
 
-    task = asyncio.create_task(watched(), name="model-watch")
+    task = asyncio.create_task(watched(), name=name)
     try:
         yield
     finally:

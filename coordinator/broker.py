@@ -7,14 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from coordinator.lease_desk import LeaseDesk
+from gpuboss.ledger_rows import Ground, SharePeak
 from inference.externals import Externals
 from inference.pool import Pool
+
+
+class Books(Protocol):
+    """What is asked of the ledger beside the pool; `gpuboss.client.Client` is the real one."""
+
+    async def peaks(self) -> Mapping[str, tuple[SharePeak, ...]]:
+        """By lease, the most that its living holder was seen to use."""
+
+    async def grounds(self, lease_id: str) -> tuple[Ground, ...]:
+        """What the admission of a lease's holder rested on, device by device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +36,7 @@ class Parts:
     pool: Pool
     desk: LeaseDesk
     externals: Externals
+    books: Books
 
 
 OpenParts = Callable[[], AbstractAsyncContextManager[Parts]]
@@ -57,6 +70,11 @@ class Broker:
     def externals(self) -> Externals:
         """The programs that run beside us."""
         return self._running.externals
+
+    @property
+    def books(self) -> Books:
+        """What this node's ledger saw of each lease."""
+        return self._running.books
 
     @property
     def stopping(self) -> bool:

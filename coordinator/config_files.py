@@ -21,7 +21,7 @@ __all__ = ["CONFIG_NAME", "BadInput", "Loaded", "Problem", "find_config", "load_
 
 CONFIG_NAME = "model-boss.yaml"
 
-_VARIABLES: Mapping[str, Place] = {
+VARIABLES: Mapping[str, Place] = {
     "GPUBOSS_DEVICES": ("devices",),
     "GPUBOSS_STATE_DIR": ("state_dir",),
     "GPUBOSS_URL": ("store",),
@@ -110,7 +110,7 @@ def usual_places(environ: Mapping[str, str], cwd: Path) -> tuple[Path, ...]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, Place, object]]:
-    for name, place in _VARIABLES.items():
+    for name, place in VARIABLES.items():
         text = environ.get(name, "").strip()
         if not text:
             continue

@@ -58,6 +58,7 @@ _EXAMPLES: Mapping[str, object] = {
     "env": {},
     "options": {},
     "stay_warm_s": "10m",
+    "min_residency_s": "1m",
     "chat_template": "chatml",
 }
 _SIZES = {"reserve"}

@@ -11,6 +11,7 @@ Errors of `inference` and `gpuboss` rise untouched to `front.py`, which has them
     |- PathUnknown            no such endpoint
     |- MethodRefused          the endpoint exists, the method does not
     |- BodyTimeout            the body did not arrive in time
+    |- BudgetExceeded         its engine worked on it for all the time that the request allows
     |- LeaseUnknown           no such lease, or it ended long ago
     |- LeaseElsewhere         a lease that was not asked for over HTTP
     |- LeaseDiffers           the lease of this request_id is held, and is not what is asked for now
@@ -88,6 +89,10 @@ class BodyTimeout(CallerError):
     """The body did not arrive in time."""
 
 
+class BudgetExceeded(CallerError):
+    """Its engine worked on it for all the time that the request allows (`x_budget_s`)."""
+
+
 class LeaseUnknown(CallerError):
     """No such lease, or it ended more than ten minutes ago."""
 
@@ -137,6 +142,7 @@ class Kind:
 
 HIDDEN = "an internal error; the broker's log has it under this request's x-request-id"
 
+_NO_FACTS: Mapping[str, object] = MappingProxyType({})
 _ASKED = "invalid_request_error"
 _AUTH = "authentication_error"
 _DENIED = "permission_error"
@@ -156,6 +162,7 @@ TABLE: Mapping[type[Exception], Kind] = MappingProxyType(
         PathUnknown: Kind(404, "not_found", _ASKED),
         MethodRefused: Kind(405, "method_not_allowed", _ASKED),
         BodyTimeout: Kind(408, "request_timeout", _ASKED),
+        BudgetExceeded: Kind(504, "budget_exceeded", _SERVER),
         LeaseUnknown: Kind(404, "lease_not_found", _ASKED),
         LeaseElsewhere: Kind(409, "lease_not_over_http", _ASKED),
         LeaseDiffers: Kind(409, "lease_differs", _ASKED),
@@ -174,6 +181,7 @@ TABLE: Mapping[type[Exception], Kind] = MappingProxyType(
         inference_errors.LoadFailed: Kind(502, "load_failed", _SERVER),
         inference_errors.LoadTimeout: Kind(504, "load_timeout", _SERVER, retry_after_s=30.0),
         inference_errors.EngineDied: Kind(502, "engine_died", _SERVER, retry_after_s=1.0),
+        inference_errors.EngineStalled: Kind(504, "engine_stalled", _SERVER, retry_after_s=1.0),
         inference_errors.Preempted: Kind(503, "preempted", _SERVER, retry_after_s=5.0),
         inference_errors.Unloaded: Kind(503, "unloaded", _SERVER),
         inference_errors.ShuttingDown: Kind(503, "shutting_down", _SERVER, retry_after_s=5.0),
@@ -243,7 +251,8 @@ def render(error: BaseException) -> Rendered:
         headers.append((b"connection", b"close"))  # what may still come of the body is not waited for
     if isinstance(error, KeyRefused):
         headers.append((b"www-authenticate", b"Bearer"))
-    return Rendered(kind.status, headers, _body(message, kind.type, kind.code, param))
+    facts = error.facts if isinstance(error, InferenceError) and kind.tell else _NO_FACTS
+    return Rendered(kind.status, headers, _body(message, kind.type, kind.code, param, facts))
 
 
 def sse_event(error: BaseException) -> bytes:
@@ -270,5 +279,6 @@ def _retry_after_s(error: BaseException, default_s: float) -> int:
     return math.ceil(min(MAX_RETRY_AFTER_S, max(1.0, default_s if own is None else own)))
 
 
-def _body(message: object, kind: str, code: str, param: object) -> bytes:
-    return orjson.dumps({"error": {"message": message, "type": kind, "code": code, "param": param}})
+def _body(message: object, kind: str, code: str, param: object, facts: Mapping[str, object] = _NO_FACTS) -> bytes:
+    shown = {"message": message, "type": kind, "code": code, "param": param}
+    return orjson.dumps({"error": {**shown, **facts, **shown}})  # first in the text, and replaced by nothing

@@ -42,7 +42,18 @@ class Answer(Enum):
 class Exchange:
     """A request being answered. One task uses it."""
 
-    __slots__ = ("_send", "answer", "headers", "method", "path", "receive", "request_id", "scope", "status")
+    __slots__ = (
+        "_mid_event",
+        "_send",
+        "answer",
+        "headers",
+        "method",
+        "path",
+        "receive",
+        "request_id",
+        "scope",
+        "status",
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: bytes) -> None:
         self.scope = scope
@@ -54,6 +65,8 @@ class Exchange:
         self.headers: Mapping[bytes, bytes] = dict(scope["headers"])
         self.answer = Answer.NONE
         self.status = 0
+        self._mid_event = False
+        """Is an event half told?"""
 
     async def body(self) -> bytes:
         """The whole request body.
@@ -107,6 +120,7 @@ class Exchange:
 
     async def write(self, chunk: bytes) -> None:
         """Send a piece of the body; waits while the caller reads too slowly."""
+        self._mid_event = not chunk.endswith(b"\n\n")
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def end(self, chunk: bytes = b"") -> None:
@@ -128,7 +142,8 @@ class Exchange:
                 headers = [(b"x-request-id", self.request_id), JSON_HEADER, *shown.headers]
                 await self.reply(shown.status, headers, shown.body)
             case Answer.EVENTS:
-                await self.end(errors.sse_event(error))
+                # A blank line ends the event that broke, so that the error is an event of its own.
+                await self.end((b"\n\n" if self._mid_event else b"") + errors.sse_event(error))
             case Answer.BYTES | Answer.DONE:
                 pass  # the server cuts the connection of a response that is not complete
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import socket
 import sys
@@ -34,8 +35,8 @@ FAILED = 1
 STOPPED = 130
 """Exit status when a signal ended it before it answered, or a second one did not let it finish."""
 KEEP_ALIVE_S = 75
-GRACE_S = 15
-"""Seconds that callers being served have at the end; a little more than the pool's own."""
+BEYOND_POOL_S = 5
+"""Seconds that requests have beyond the pool's deadline (`shutdown_s`), by which it has told them all of the end."""
 
 Ready = Callable[[str], None]
 """Called once with the broker's address when it answers."""
@@ -68,7 +69,7 @@ async def _serve(settings: Settings, listener: socket.socket, ready: Ready) -> N
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=math.ceil(settings.shutdown_s) + BEYOND_POOL_S,
     )
     server = _Server(config, app.state.broker, lambda: ready(url_of(listener)))
     server.obey_signals()

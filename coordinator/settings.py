@@ -31,6 +31,10 @@ from inference.manifest import Manifest
 from inference.validation import Bytes, Flag, Name, Priority, Seconds, Whole
 
 DEFAULT_PORT = 8210
+LONGEST_WAIT_S = 86_400.0
+"""A day: the most that makes sense for most of what waits here."""
+LONGEST_RESIDENCY_S = 7 * 86_400.0
+LONGEST_COOLDOWN_S = 3_600.0
 
 _DECLARED = (DeviceKind.SIM, DeviceKind.CPU)
 
@@ -90,6 +94,25 @@ class QueueSettings(BaseModel):
     max_overtaken_s: Seconds = Field(default=20.0, ge=0, description="How long they may do so.")
     aging_s: Seconds = Field(
         default=60.0, gt=0, description="After this long, the oldest waiting request rises a class."
+    )
+    load_grace_s: Seconds = Field(
+        default=10.0,
+        ge=0,
+        le=LONGEST_WAIT_S,
+        description="How long a load goes on when all who waited for it left and others want its memory.",
+    )
+    keep_place_s: Seconds = Field(
+        default=120.0,
+        ge=0,
+        le=LONGEST_WAIT_S,
+        description="How long the place of a request that timed out or left is kept for the same client and model.",
+    )
+    client_cooldown_s: Seconds = Field(
+        default=0.0,
+        ge=0,
+        le=LONGEST_COOLDOWN_S,
+        description="How long a client's requests wait after one of theirs is done; only for clients that say who "
+        "they are, and `x_cooldown_s` in a request wins.",
     )
 
 
@@ -182,8 +205,35 @@ class Settings(BaseModel):
     engines: Annotated[EngineSettings, BeforeValidator(_section)] = Field(
         default_factory=EngineSettings, description="Programs that run models."
     )
-    on_restart: Literal["reap"] = Field(
-        default="reap", description="What becomes of engines when the broker dies: they are ended."
+    min_residency_s: Seconds | None = Field(
+        default=None,
+        ge=0,
+        le=LONGEST_RESIDENCY_S,
+        description="How long a model that has just been loaded is safe from equally important ones; three times what "
+        "its load took when left out.",
+    )
+    stall_s: Seconds = Field(
+        default=60.0,
+        ge=1,
+        le=LONGEST_WAIT_S,
+        description="An engine that has work and makes no progress for so long is ended.",
+    )
+    on_restart: Literal["adopt", "reap"] = Field(
+        default="adopt",
+        description="What becomes of loaded models when the broker dies: `adopt` leaves them to the next one, `reap` "
+        "ends them.",
+    )
+    orphan_grace_s: Seconds = Field(
+        default=30.0,
+        ge=0,
+        le=LONGEST_WAIT_S,
+        description="How long a loaded model waits for the next broker with `on_restart: adopt`.",
+    )
+    shutdown_s: Seconds = Field(
+        default=10.0,
+        ge=0,
+        le=LONGEST_WAIT_S,
+        description="How long requests that run may go on when the broker is told to end.",
     )
     preempt_grace_s: Seconds = Field(
         default=GRACE_S,

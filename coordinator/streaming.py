@@ -6,12 +6,12 @@ Called by `api/infer.py` and `api/passthrough.py`. Chunks are passed on as they 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 from coordinator import errors
 from coordinator.exchange import JSON_HEADER, Answer, Exchange, Headers
 from inference.admission import Admission, Grant, Progress
-from inference.errors import InferenceError
 from inference.proxy import EngineResponse
 from inference.slot_state import SlotState
 
@@ -45,12 +45,14 @@ async def wait_with_comments(exchange: Exchange, admission: Admission) -> Grant:
 
 
 def comment(progress: Progress) -> bytes:
-    """`: queued 3 of 7`, `: loading 40%`: readers of server-sent events skip it, people and proxies see life."""
-    if progress.state is SlotState.LOADING:
-        if progress.load_fraction is None:
-            return b": loading\n\n"
-        return b": loading %d%%\n\n" % int(progress.load_fraction * 100)
-    return b": queued %d of %d\n\n" % (progress.position, progress.waiting)
+    """`: queued 3 of 7, about 12 s`, `: loading 40%`: readers of server-sent events skip it, people and proxies see
+    life."""
+    about = b"" if progress.eta_s is None else b", about %d s" % max(1, math.ceil(progress.eta_s))
+    if progress.state is not SlotState.LOADING:
+        return b": queued %d of %d%b\n\n" % (progress.position, progress.waiting, about)
+    if progress.load_fraction is None:
+        return b": loading%b\n\n" % about
+    return b": loading %d%%%b\n\n" % (int(progress.load_fraction * 100), about)
 
 
 def boss_headers(request_id: bytes, grant: Grant, sent_s: float) -> Headers:
@@ -105,19 +107,13 @@ async def relay_raw(exchange: Exchange, response: EngineResponse, boss: Headers)
 
 async def _relay_events(exchange: Exchange, response: EngineResponse, boss: Headers) -> None:
     """Headers wait for the first chunk, so that an engine that dies before it is still a proper error."""
-    chunk = b"\n\n"
-    try:
-        async for chunk in response:
-            if exchange.answer is Answer.NONE:
-                await exchange.begin(200, [*boss, *_STREAM_HEADERS], events=True)
-            elif boss:
-                await exchange.write(b"".join(b": %b: %b\n" % pair for pair in boss) + b"\n")
-            boss = []
-            await exchange.write(chunk)
-    except InferenceError:
-        if exchange.answer is Answer.EVENTS and not chunk.endswith(b"\n\n"):
-            await exchange.write(b"\n\n")  # ends the broken event, so that the error is an event of its own
-        raise
+    async for chunk in response:
+        if exchange.answer is Answer.NONE:
+            await exchange.begin(200, [*boss, *_STREAM_HEADERS], events=True)
+        elif boss:
+            await exchange.write(b"".join(b": %b: %b\n" % pair for pair in boss) + b"\n")
+        boss = []
+        await exchange.write(chunk)
     if exchange.answer is Answer.NONE:
         await exchange.begin(200, [*boss, *_STREAM_HEADERS], events=True)
     await exchange.end()

@@ -9,13 +9,15 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
-from coordinator.api import views
+from coordinator.api import slot_views, views
 from coordinator.broker import Broker
 from coordinator.errors import PathUnknown
 from coordinator.hangup import HangUp
+from gpuboss.errors import GpubossError
 from gpuboss.priority import NORMAL
 from inference.engine_log import last_lines, log_path
 from inference.events import Purpose
+from inference.slot import Slot
 
 MOST_LOG_LINES = 1000
 
@@ -31,24 +33,21 @@ def routes(broker: Broker) -> APIRouter:
 def _add_looks(router: APIRouter, broker: Broker) -> None:
     @router.get("/slots")
     async def slots() -> dict[str, Any]:
-        """Every slot there is: model, state, process, memory."""
-        pool = broker.pool
-        return {"slots": [views.slot(slot, pool.in_flight(model_id)) for model_id, slot in pool.slots().items()]}
+        """Every slot there is: model, state, process, memory claimed and used, who waits, how long it stays."""
+        peaks = await _peaks(broker)
+        return {"slots": [slot_views.shown(broker.pool, slot, peaks) for slot in broker.pool.slots().values()]}
 
-    @router.get("/slots/{model_id:path}")
-    async def slot(model_id: str) -> dict[str, Any]:
-        """One slot with its story: the latest moves and why."""
-        pool = broker.pool
-        model = pool.registry.resolve(model_id)
-        found = pool.slots().get(model.id)
-        if found is None:
-            raise PathUnknown(f"model '{model.id}' has no slot: it was not loaded since the broker started")
-        return views.slot(found, pool.in_flight(model.id)) | {"story": views.story(found)}
+    @router.get("/slots/{slot_id:path}")
+    async def slot(slot_id: str) -> dict[str, Any]:
+        """One slot (`model`, or `model#2` where there are several) with its story and what its grant rested on."""
+        found = _slot(broker, slot_id)
+        shown = slot_views.shown(broker.pool, found, await _peaks(broker))
+        return shown | {"grounds": await _grounds(broker, found), "story": slot_views.story(found)}
 
     @router.get("/queue")
     async def queue() -> dict[str, Any]:
         """Who waits, next first."""
-        return {"queue": [views.queued(entry) for entry in broker.pool.waiting()]}
+        return {"queue": [slot_views.queued(entry) for entry in broker.pool.waiting()]}
 
     @router.get("/devices")
     async def devices() -> dict[str, Any]:
@@ -81,7 +80,7 @@ def _add_wishes(router: APIRouter, broker: Broker) -> None:
             admission.close()
         return {
             "model": model.id,
-            "state": str(views.state_of(broker, model.id)),
+            "state": str(slot_views.state_of(pool, model.id)),
             "queue_ms": round(grant.queue_s * 1000),
             "load_ms": round(grant.load_s * 1000),
         }
@@ -93,4 +92,34 @@ def _add_wishes(router: APIRouter, broker: Broker) -> None:
         model = pool.registry.resolve(model_id)
         with HangUp(request.receive):
             await pool.unload(model.id)
-        return {"model": model.id, "state": str(views.state_of(broker, model.id))}
+        return {"model": model.id, "state": str(slot_views.state_of(pool, model.id))}
+
+
+def _slot(broker: Broker, slot_id: str) -> Slot:
+    """The slot of that id; a model may be called by an alias."""
+    name, mark, number = slot_id.rpartition("#")
+    name, number = (name, number) if mark and number.isdigit() else (slot_id, "")
+    model = broker.pool.registry.resolve(name)
+    full_id = f"{model.id}#{number}" if number else model.id
+    found = broker.pool.slots().get(full_id)
+    if found is None:
+        raise PathUnknown(f"there is no slot '{full_id}': it was not loaded since the broker started")
+    return found
+
+
+async def _grounds(broker: Broker, slot: Slot) -> list[dict[str, Any]] | None:
+    """What the grant of its memory rested on; None where it has none, or while the books do not say."""
+    if slot.lease is None:
+        return None
+    try:
+        return slot_views.grounds(await broker.books.grounds(slot.lease.id))
+    except GpubossError:
+        return None
+
+
+async def _peaks(broker: Broker) -> slot_views.Peaks:
+    """What engines were seen to use; nothing while the books do not say, for the rest is worth showing."""
+    try:
+        return await broker.books.peaks()
+    except GpubossError:
+        return {}

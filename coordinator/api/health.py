@@ -7,6 +7,7 @@ import time
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
+from coordinator.api.slot_views import state_of
 from coordinator.broker import Broker
 from inference.slot_state import SlotState
 
@@ -30,9 +31,8 @@ def routes(broker: Broker) -> APIRouter:
     async def ready() -> JSONResponse:
         """200 once, beyond that, every pinned model is loaded."""
         problems = _problems(broker)
-        slots = broker.pool.slots()
         for model in broker.pool.registry.models.values():
-            state = slots[model.id].state if model.id in slots else SlotState.IDLE
+            state = state_of(broker.pool, model.id)
             if model.pin and state is not SlotState.READY:
                 problems.append(f"pinned model {model.id} is {state}")
         return JSONResponse({"ready": not problems, "problems": problems}, status_code=503 if problems else 200)

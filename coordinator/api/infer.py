@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from coordinator import request, streaming
+from coordinator import budget, request, streaming
 from coordinator.broker import Broker
 from coordinator.exchange import Answer, Exchange
 from coordinator.hangup import HangUp
@@ -52,6 +52,8 @@ class Infer:
             priority=asked.priority,
             client_id=asked.client_id,
             stay_warm_s=asked.stay_warm_s,
+            session_id=asked.session_id,
+            cooldown_s=asked.cooldown_s,
             purpose=self._purpose,
         )
         try:
@@ -61,7 +63,7 @@ class Infer:
                     grant = await streaming.wait_with_comments(exchange, admission)
                 else:
                     grant = await admission.granted()
-            await self._forward(exchange, wanted, grant)
+            await budget.spend(asked.budget_s, grant.model.id, self._forward(exchange, wanted, grant))
         finally:
             admission.close()
 

@@ -8,22 +8,26 @@ have endpoints that change something for everybody, and a browser asks OPTIONS o
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from urllib.parse import unquote
 
-from coordinator import extensions, request, streaming
+from coordinator import budget, extensions, request, streaming
+from coordinator.api import slot_views
 from coordinator.broker import Broker
 from coordinator.errors import BadRequest, MethodRefused, NotLoaded, PathUnknown
-from coordinator.exchange import Exchange
+from coordinator.exchange import Exchange, Headers
 from coordinator.extensions import Extensions
 from coordinator.hangup import HangUp
 from inference.backends import REGISTRY
 from inference.errors import ModelNotFound
-from inference.events import Purpose
 from inference.model import Model
+from inference.proxy import EngineClient
 from inference.slot_state import SlotState
 
 UPSTREAM_PREFIX = "/upstream/"
 _LOOKING = frozenset({"GET", "HEAD"})
+_LOOKED_AT = frozenset({SlotState.READY, SlotState.DRAINING})
+"""States in which an engine answers."""
 
 
 class Look:
@@ -39,10 +43,10 @@ class Look:
         Raises:
             CallerError, InferenceError, CallerGone
         """
-        asked = extensions.parse({}, exchange.scope["headers"])
+        extensions.parse({}, exchange.scope["headers"])  # what is none of them is refused here too
         model = self._broker.pool.registry.resolve(request.query_model(exchange))
         await exchange.body()
-        await _forward(self._broker, exchange, model, self._path, b"", asked)
+        await _look(self._broker, exchange, model, self._path)
 
 
 class Upstream:
@@ -62,7 +66,11 @@ class Upstream:
         _check_route(exchange, model, path)
         if query := exchange.scope["query_string"].decode("latin-1"):
             path = f"{path}?{query}"
-        await _forward(self._broker, exchange, model, path, await exchange.body(), asked)
+        body = await exchange.body()
+        if exchange.method in _LOOKING:
+            await _look(self._broker, exchange, model, path)
+        else:
+            await _forward(self._broker, exchange, model, path, body, asked)
 
     def _split(self, raw_path: str) -> tuple[Model, str]:
         """`/upstream/org/repo/v1/models` -> model `org/repo` and `/v1/models`; the shortest name that is a model."""
@@ -89,34 +97,53 @@ def _check_route(exchange: Exchange, model: Model, path: str) -> None:
 
 
 async def _forward(broker: Broker, exchange: Exchange, model: Model, path: str, body: bytes, asked: Extensions) -> None:
-    looking = exchange.method in _LOOKING
-    pool = broker.pool
-    slot = pool.slots().get(model.id)
-    state = slot.state if slot is not None else SlotState.IDLE
-    if looking and state is not SlotState.READY:
-        raise _not_loaded(model.id, state)
-    admission = pool.submit(
+    admission = broker.pool.submit(
         model,
         priority=asked.priority,
         client_id=asked.client_id,
-        stay_warm_s=None if looking else asked.stay_warm_s,
-        purpose=Purpose.PEEK if looking else Purpose.INFER,
+        stay_warm_s=asked.stay_warm_s,
+        session_id=asked.session_id,
+        cooldown_s=asked.cooldown_s,
     )
     try:
         with HangUp(exchange.receive):
             grant = admission.grant_now() or await admission.granted()
             sent_s = time.monotonic()
-            try:
-                response = await grant.engine.open(exchange.method, path, body, exchange.scope["headers"])
-            except ValueError as error:
-                raise BadRequest(f"the engine cannot be asked for this: {error}") from None
-            try:
-                boss = streaming.boss_headers(exchange.request_id, grant, sent_s)
-                await streaming.relay_raw(exchange, response, boss)
-            finally:
-                response.close()
+            answer = _answer(
+                exchange,
+                grant.engine,
+                path,
+                body,
+                boss=lambda: streaming.boss_headers(exchange.request_id, grant, sent_s),
+            )
+            await budget.spend(asked.budget_s, model.id, answer)
     finally:
         admission.close()
+
+
+async def _look(broker: Broker, exchange: Exchange, model: Model, path: str) -> None:
+    """Ask an engine that runs. A look has no ticket: it would wait for the very work that it is to show."""
+    slots = slot_views.slots_of(broker.pool, model.id)
+    slot = next((slot for slot in slots if slot.state in _LOOKED_AT and slot.engine is not None), None)
+    if slot is None or slot.engine is None:
+        raise _not_loaded(model.id, slot_views.state_of(broker.pool, model.id))
+    boss = [(b"x-request-id", exchange.request_id), (b"x-boss-model", model.id.encode())]
+    boss.append((b"x-boss-slot", slot.id.encode()))
+    with HangUp(exchange.receive):
+        await _answer(exchange, slot.engine, path, b"", boss=lambda: boss)
+
+
+async def _answer(
+    exchange: Exchange, engine: EngineClient, path: str, body: bytes, *, boss: Callable[[], Headers]
+) -> None:
+    try:
+        response = await engine.open(exchange.method, path, body, exchange.scope["headers"])
+    except ValueError as error:
+        raise BadRequest(f"the engine cannot be asked for this: {error}") from None
+    try:
+        await streaming.relay_raw(exchange, response, boss())
+    finally:
+        response.close()
 
 
 def _not_loaded(model_id: str, state: SlotState) -> NotLoaded:

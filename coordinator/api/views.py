@@ -1,11 +1,11 @@
-"""Values of `inference` and `gpuboss` as the control API shows them. Called by `control.py` and `models.py`."""
+"""Devices, leases and models as the control API shows them. Called by `control.py`, `models.py` and `leases.py`."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from coordinator.api.slot_views import slots_of, state_of
 from coordinator.broker import Broker
 from coordinator.lease_desk import PREFIX
 from gpuboss.devices import Device
@@ -14,51 +14,6 @@ from gpuboss.leases import Lease, Notice, Snapshot
 from gpuboss.priority import name_of
 from inference.external import ExternalView
 from inference.model import Model
-from inference.pool import QueueEntry
-from inference.slot import Slot
-from inference.slot_state import SlotState
-
-
-def state_of(broker: Broker, model_id: str) -> SlotState:
-    """The state of a model's slot; idle where it never had one."""
-    found = broker.pool.slots().get(model_id)
-    return found.state if found is not None else SlotState.IDLE
-
-
-def slot(value: Slot, in_flight: int) -> dict[str, Any]:
-    """A slot; `devices` is bytes per device, `pid` the engine's and `shim_pid` that of its supervisor."""
-    return {
-        "model": value.model.id,
-        "slot": value.id,
-        "state": str(value.state),
-        "pid": value.pid,
-        "shim_pid": value.shim_pid,
-        "devices": dict(value.lease.shares) if value.lease is not None else {},
-        "claim_bytes": value.model.claim_bytes,
-        "in_flight": in_flight,
-        "load_fraction": value.load_fraction,
-        "last_load_s": value.last_load_s,
-    }
-
-
-def story(value: Slot) -> list[dict[str, Any]]:
-    """A slot's latest moves, oldest first, with the seconds since each."""
-    now_s = time.monotonic()
-    return [
-        {"state": str(move.state), "reason": move.reason, "ago_s": round(now_s - move.at_s, 3)} for move in value.story
-    ]
-
-
-def queued(entry: QueueEntry) -> dict[str, Any]:
-    """A waiting ticket."""
-    return {
-        "position": entry.position,
-        "model": entry.ticket.model_id,
-        "priority": name_of(entry.ticket.priority),
-        "client_id": entry.ticket.client_id,
-        "purpose": str(entry.ticket.purpose),
-        "waited_s": round(entry.waited_s, 3),
-    }
 
 
 def lease(value: Lease, known: Sequence[Device]) -> dict[str, Any]:
@@ -161,7 +116,7 @@ def openai_model(broker: Broker, value: Model) -> dict[str, Any]:
         "object": "model",
         "created": int(broker.started_at_s),
         "owned_by": "model-boss",
-        "state": str(state_of(broker, value.id)),
+        "state": str(state_of(broker.pool, value.id)),
         "category": str(value.category),
         "context": value.context,
         "size_bytes": value.file_bytes,
@@ -174,7 +129,7 @@ def model(broker: Broker, value: Model) -> dict[str, Any]:
     """A model with everything an operator wants to know."""
     return {
         "id": value.id,
-        "state": str(state_of(broker, value.id)),
+        "state": str(state_of(broker.pool, value.id)),
         "problem": value.problem,
         "category": str(value.category),
         "backend": value.backend,
@@ -188,5 +143,6 @@ def model(broker: Broker, value: Model) -> dict[str, Any]:
         "stay_warm_s": value.stay_warm_s,
         "aliases": list(value.aliases),
         "source": value.source,
-        "in_flight": broker.pool.in_flight(value.id),
+        "replicas": value.replicas,
+        "in_flight": sum(broker.pool.in_flight(slot.id) for slot in slots_of(broker.pool, value.id)),
     }

@@ -2,8 +2,10 @@
 `--help` and completion stay quick.
 
     serve.py demo.py      run the broker
-    status.py loading.py  ask and tell a running one, over HTTP (`link.py`)
+    ps.py explain.py      ask a running one, over HTTP (`link.py`): what is loaded, why does a model wait?
+    status.py loading.py  its models and logs; load and unload
     engines.py            the programs that run models
+    simulate.py trace.py  what other devices or another policy would do with the same requests
     config.py             the configuration
     doctor.py checks.py   is everything here?
     output.py             tables, JSON, errors, exit codes
@@ -15,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli import config, demo, doctor, engines, loading, serve, status
+from coordinator.cli import config, demo, doctor, engines, explain, loading, ps, serve, simulate, status, trace
 from coordinator.cli.output import EXIT_CODES
 
 __all__ = ["app", "main"]
@@ -48,12 +50,15 @@ def _options(
 app.command(epilog="Example: model-boss serve --models-dir ~/models --port 8210")(serve.serve)
 app.command(epilog="Example: make demo")(demo.demo)
 app.command(epilog="Example: model-boss init --models ~/models")(config.init)
-app.command(epilog="Example: model-boss ps --json")(status.ps)
+app.command(epilog="Example: model-boss ps --json")(ps.ps)
 app.command(epilog="Example: model-boss models")(status.models)
 app.command(epilog="Example: model-boss load qwen3-8b")(loading.load)
 app.command(epilog="Example: model-boss unload qwen3-8b")(loading.unload)
+app.command(epilog="Example: model-boss explain qwen3-8b --priority high")(explain.explain)
 app.command(epilog="Example: model-boss logs qwen3-8b --follow")(status.logs)
 app.command(epilog="Example: model-boss doctor --json")(doctor.doctor)
+app.command(epilog="Example: model-boss trace --out day.jsonl.gz --for 8h")(trace.trace)
+app.command(epilog=simulate.EXAMPLES)(simulate.simulate)
 app.add_typer(config.app, name="config")
 app.add_typer(engines.app, name="engines")
 

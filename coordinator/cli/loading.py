@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from coordinator.cli.link import ConfigOption, JsonOption, Link, LinkError, UrlOption, connect, quoted
-from coordinator.cli.output import print_json
+from coordinator.cli.output import about, print_json
 from coordinator.cli.status import ModelArgument
 
 _LOOK_S = 0.25
@@ -67,18 +67,19 @@ def _wish(link: Link, model: str, verb: str, text: str) -> Any:
 
 def _progress(link: Link, model: str, text: str) -> str:
     try:
-        slots = {slot["model"]: slot for slot in link.get("/api/v1/slots")["slots"]}
+        slots = [slot for slot in link.get("/api/v1/slots")["slots"] if slot["model"] == model]
         waiting = link.get("/api/v1/queue")["queue"]
     except LinkError:
         return text
-    slot = slots.get(model)
-    place = next((entry["position"] for entry in waiting if entry["model"] == model), None)
-    if slot is not None and slot["state"] == "loading":
-        fraction = slot["load_fraction"]
+    loading = next((slot for slot in slots if slot["state"] == "loading"), None)
+    ticket = next((entry for entry in waiting if entry["model"] == model), None)
+    if loading is not None:
+        fraction = loading["load_fraction"]
         return f"{model} is loading" + (f" {fraction:.0%}" if fraction is not None else "")
-    if place is not None:
-        return f"{model} waits for memory, place {place} of {len(waiting)}"
-    return f"{model} is {slot['state']}" if slot is not None else text
+    if ticket is not None:
+        eta = f", {about(ticket['eta_s'])}" if ticket["eta_s"] is not None else ""
+        return f"{model} waits for memory, place {ticket['position']} of {len(waiting)}{eta}"
+    return f"{model} is {slots[0]['state']}" if slots else text
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Used by all modules of this package.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,11 @@ def known_errors() -> Iterator[None]:
         fail(str(error), ExitCode.USAGE)
     except (GpubossError, InferenceError, InstallError) as error:
         fail(error.message)
+
+
+def about(seconds: float) -> str:
+    """A forecast, as far as it can be trusted: whole seconds, one at least."""
+    return f"about {max(1, math.ceil(seconds))} s"
 
 
 def print_json(value: object) -> None:

@@ -108,6 +108,12 @@ class Broker:
         """What the broker printed so far."""
         return (self.directory / "serve.log").read_text(errors="replace")
 
+    def log_of_this_life(self) -> str:
+        """What it printed since its last start, in whole lines."""
+        with (self.directory / "serve.log").open("rb") as log:
+            log.seek(self._log_from)
+            return log.read().decode(errors="replace").rpartition("\n")[0]
+
     def states_at(self, wall_s: float) -> dict[str, str]:
         """By model, the slots' states at that moment of this life, by the wall clock.
 
@@ -120,7 +126,7 @@ class Broker:
                 if b'"slot_moved"' in line and line.endswith(b"\n"):
                     move = json.loads(line)
                     if datetime.fromisoformat(move["timestamp"]).timestamp() <= wall_s:
-                        states[move["model"]] = move["state"]
+                        states[move["slot"]] = move["state"]
         return states
 
     def stop(self) -> None:

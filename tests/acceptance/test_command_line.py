@@ -50,7 +50,9 @@ def test_load_ps_logs_unload(subject: Broker) -> None:
     assert "loaded already" in command(subject, "load", "robin")
     row = next(line.split("\t") for line in command(subject, "ps").splitlines() if line.startswith("robin"))
     assert row[:4] == ["robin", "ready", "sim0", f"{CLAIM_MIB}MiB"]
-    assert int(row[-1]) == subject.slots()["robin"]["pid"]
+    shown = subject.slots()["robin"]
+    assert (row[7], row[9]) == (f"{shown['last_load_s']:.2f}", str(shown["pid"]))
+    assert re.fullmatch(r"(\d{4}-\d\d-\d\d )?\d\d:\d\d(:\d\d)?", row[8]), "until when it stays"
     log = command(subject, "logs", "robin", "-n", "500")
     assert "llama" in log
     assert command(subject, "logs", "robin", "-n", "1").strip() in log

@@ -35,7 +35,7 @@ def main() -> int:
         pool = FakePool(
             FakeRegistry(a_model("robin")), EngineClient(Path("/nonexistent"), "k", name="robin"), holding=True
         )
-        yield Parts(pool, None, None)  # type: ignore[arg-type] # nobody asks for them
+        yield Parts(pool, None, None, pool)  # type: ignore[arg-type] # nobody asks for them
         print("pool ends", flush=True)
         while "patient" in how and pool.open_tickets:  # noqa: ASYNC110 (the fake tells nobody)
             await asyncio.sleep(0.01)

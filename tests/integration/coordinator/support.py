@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +27,16 @@ from coordinator.lease_desk import LeaseDesk
 from coordinator.listen import listen, url_of
 from coordinator.security import Gate
 from coordinator.wire import GuardedHttp
-from inference import errors
+from gpuboss.ledger_rows import Ground, SharePeak
+from inference import breaker, errors
 from inference.admission import Admission, Grant, Progress
 from inference.events import Purpose, Ticket
+from inference.explain import Explanation
 from inference.model import Category, Model
+from inference.pool import QueueEntry
 from inference.proxy import EngineClient
 from inference.slot_state import SlotState
+from inference.slot_view import SlotView
 
 
 def a_model(model_id: str, **changes: Any) -> Model:
@@ -69,13 +73,17 @@ class FakeRegistry:
 class FakeSlot:
     model: Model
     state: SlotState = SlotState.READY
-    id: str = "s1"
+    id: str = ""
     pid: int | None = 4711
     shim_pid: int | None = 4710
     lease: Any = None
     load_fraction: float | None = None
     last_load_s: float | None = 0.05
     story: tuple[Any, ...] = ()
+    engine: EngineClient | None = None
+
+    def __post_init__(self) -> None:
+        self.id = self.id or self.model.id
 
 
 @dataclass
@@ -95,6 +103,12 @@ class FakePool:
     next_engine: EngineClient | None = None
     """Who serves once the present engine is found dead."""
     unloaded: list[str] = field(default_factory=list)
+    beneficiary: str | None = None
+    noticed_by: str | None = None
+    after_failures: breaker.State = field(default_factory=breaker.MayStart)
+    explanation: Explanation | None = None
+    seen: dict[str, tuple[SharePeak, ...]] = field(default_factory=dict)
+    rested_on: dict[str, tuple[Ground, ...]] = field(default_factory=dict)
     _numbers: Any = field(default_factory=lambda: itertools.count(1))
 
     def submit(
@@ -105,9 +119,21 @@ class FakePool:
         client_id: str | None = None,
         stay_warm_s: float | None = None,
         purpose: Purpose = Purpose.INFER,
+        session_id: str | None = None,
+        cooldown_s: float | None = None,
     ) -> Admission:
         number = next(self._numbers)
-        ticket = Ticket(f"t{number}", model.id, priority, time.monotonic(), client_id, stay_warm_s, purpose)
+        ticket = Ticket(
+            f"t{number}",
+            model.id,
+            priority,
+            time.monotonic(),
+            client_id,
+            stay_warm_s,
+            purpose,
+            session_id,
+            cooldown_s,
+        )
         self.tickets.append(ticket)
         admission = Admission(
             ticket, close=lambda done: self.closed.append(done.ticket.id), progress=lambda _: self.progress
@@ -132,12 +158,50 @@ class FakePool:
     def slots(self) -> dict[str, FakeSlot]:
         return self.slot_by_id
 
-    def in_flight(self, model_id: str) -> int:
+    def in_flight(self, slot_id: str) -> int:
+        model_id = slot_id.partition("#")[0]
         return sum(ticket.model_id == model_id and ticket.id in self.open_tickets for ticket in self.tickets)
 
-    def waiting(self) -> list[Any]:
+    def slot_view(self, slot_id: str) -> SlotView:
+        slot = self.slot_by_id[slot_id]
+        ready = slot.state is SlotState.READY
+        return SlotView(
+            slot_id,
+            slot.model.id,
+            slot.state,
+            {},
+            self.in_flight(slot_id),
+            waiting=sum(entry.ticket.model_id == slot.model.id for entry in self.waiting()),
+            priority=10 if ready else None,
+            ready_at_s=None,
+            last_used_s=None,
+            last_load_s=slot.last_load_s,
+            warm_until_s=time.monotonic() + 300 if ready and not slot.model.pin else None,
+            beneficiary=self.beneficiary,
+            noticed_by=self.noticed_by,
+        )
+
+    def may_start(self, model_id: str) -> breaker.State:
+        return self.after_failures
+
+    async def explain(self, model: Model, priority: int, *, client_id: str | None = None) -> Explanation:
+        assert self.explanation is not None
+        return replace(self.explanation, model_id=model.id, priority=priority)
+
+    def waiting(self) -> list[QueueEntry]:
         waiting = [admission.ticket for admission in self.admissions if not admission.settled]
-        return [SimpleNamespace(ticket=ticket, position=n, waited_s=0.5) for n, ticket in enumerate(waiting, start=1)]
+        return [
+            QueueEntry(ticket, ticket.priority, position, 0.5, self.progress.eta_s, False)
+            for position, ticket in enumerate(waiting, start=1)
+        ]
+
+    async def peaks(self) -> Mapping[str, tuple[SharePeak, ...]]:
+        """Of the ledger."""
+        return self.seen
+
+    async def grounds(self, lease_id: str) -> tuple[Ground, ...]:
+        """Of the ledger."""
+        return self.rested_on.get(lease_id, ())
 
     async def engine_over(self, grant: Grant) -> None:
         self.engine = self.next_engine or self.engine
@@ -286,11 +350,11 @@ async def serving(
     client = EngineClient(path, "engine-key", name="robin")
     registry = FakeRegistry(*(models or (a_model("robin", aliases=("gpt-4",)), a_model("wren"))), default=default)
     first = next(iter(registry.models.values()))
-    pool = FakePool(registry, client, slot_by_id={first.id: FakeSlot(first)})
+    pool = FakePool(registry, client, slot_by_id={first.id: FakeSlot(first, engine=client)})
 
     @asynccontextmanager
     async def open_pool() -> AsyncIterator[Any]:
-        yield Parts(pool, desk, SimpleNamespace(views=list))  # type: ignore[arg-type] # they play them
+        yield Parts(pool, desk, SimpleNamespace(views=list), pool)  # type: ignore[arg-type] # they play them
 
     broker = Broker(open_pool, log_dir=tmp_dir)
     listener = listen("127.0.0.1", 0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from coordinator import extensions
 from inference import errors
 from inference.events import Purpose
 from inference.proxy import EngineClient
@@ -267,6 +268,31 @@ async def test_the_documentation_lists_raw_and_routed_endpoints(tmp_dir: Path) -
         for path in ("/v1/chat/completions", "/tokenize", "/props", "/health", "/api/v1/slots", "/v1/models"):
             assert path in schema["paths"], path
         assert (await broker.http.get(f"{broker.url}/docs")).status == 200
+
+
+async def test_the_documentation_tells_every_field_of_our_own(tmp_dir: Path) -> None:
+    async with serving(tmp_dir) as broker:
+        schema = json.loads(await (await broker.http.get(f"{broker.url}/openapi.json")).read())
+    fields = schema["components"]["schemas"]["ModelBossFields"]["properties"]
+    assert set(fields) == {f"x_{name}" for name in extensions.FIELDS}
+    headers = schema["components"]["parameters"]
+    assert {name.lower() for name in headers} == {f"x-boss-{name.replace('_', '-')}" for name in extensions.FIELDS}
+    chat = schema["paths"]["/v1/chat/completions"]["post"]
+    assert chat["requestBody"]["content"]["application/json"]["schema"] == {
+        "$ref": "#/components/schemas/ModelBossFields"
+    }
+    told = {one["$ref"] for one in chat["parameters"]}
+    assert told == {f"#/components/parameters/{name}" for name in headers}
+
+
+async def test_a_conversation_a_cooldown_and_a_budget_reach_those_they_are_for(tmp_dir: Path) -> None:
+    async with serving(tmp_dir) as broker:
+        await broker.chat(x_session_id="talk 7", x_cooldown_s=2.5, x_budget_s=60)
+        assert (broker.pool.tickets[0].session_id, broker.pool.tickets[0].cooldown_s) == ("talk 7", 2.5)
+        assert broker.engine.asked[0].json == {"model": "robin", "messages": []}
+        headers = {"X-Boss-Session-Id": "talk 8", "X-Boss-Cooldown-S": "0"}
+        await broker.http.post(f"{broker.url}/upstream/robin/completion", json={"prompt": "x"}, headers=headers)
+        assert (broker.pool.tickets[1].session_id, broker.pool.tickets[1].cooldown_s) == ("talk 8", 0.0)
 
 
 async def test_a_request_that_finds_a_dead_engine_goes_to_the_next_one(tmp_dir: Path) -> None:

@@ -21,7 +21,10 @@ from coordinator.cli.output import ExitCode
 from inference.engines.progress import Progress, Stage
 
 ROOT = Path(__file__).resolve().parents[3]
-COMMANDS = ("serve", "demo", "init", "ps", "models", "load", "unload", "logs", "doctor", "config", "engines")
+COMMANDS = (
+    *("serve", "demo", "init", "ps", "models", "explain", "load", "unload", "logs", "doctor"),
+    *("trace", "simulate", "config", "engines"),
+)
 
 
 def run(*arguments: str, code: int = 0) -> Any:
@@ -57,7 +60,7 @@ def test_every_command_explains_itself_with_an_example(command: str) -> None:
     assert "Example: " in told
 
 
-@pytest.mark.parametrize("command", ["ps", "models", "load", "unload", "logs", "doctor"])
+@pytest.mark.parametrize("command", ["ps", "models", "explain", "load", "unload", "logs", "doctor"])
 def test_what_prints_can_print_json(command: str) -> None:
     assert "--json" in run(command, "--help").stdout
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -28,8 +29,27 @@ SLOT = {
     "in_flight": 2,
     "load_fraction": None,
     "last_load_s": 0.05,
+    "observed_bytes": {"sim0": 4 * GIB},
+    "waiting": 0,
+    "priority": "normal",
+    "pin": False,
+    "stays_s": 300.0,
+    "leaves_for": None,
+    "yields_to": None,
+    "retry_s": None,
+    "trouble": None,
 }
-TICKET = {"position": 1, "model": "wren", "priority": "normal", "client_id": None, "purpose": "infer", "waited_s": 0.4}
+TICKET = {
+    "position": 1,
+    "model": "wren",
+    "priority": "normal",
+    "counts_as": "normal",
+    "client_id": None,
+    "purpose": "infer",
+    "waited_s": 0.4,
+    "eta_s": 2.3,
+    "kept_place": False,
+}
 DEVICE = {
     "id": "sim0",
     "kind": "sim",
@@ -81,11 +101,13 @@ def lines(result: Any) -> list[list[str]]:
 
 def test_ps_shows_what_is_loaded_what_is_waited_for_and_the_devices(broker: FakeBroker) -> None:
     header, robin, wren, queue_header, ticket, device_header, device = lines(call("ps", "--url", broker.url))
-    assert header == ["model", "state", "devices", "claimed", "in flight", "waiting", "pid"]
-    assert robin == ["robin", "ready", "sim0", "5GiB", "2", "0", "4711"]
-    assert wren == ["wren", "waiting", "-", "-", "0", "1", "-"], "waited for, and without a slot yet"
-    assert queue_header == ["place", "waits for", "priority", "client", "seconds"]
-    assert ticket[:2] == ["1", "wren"]
+    assert header[:7] == ["model", "state", "devices", "claimed", "used", "in flight", "waiting"]
+    assert header[7:] == ["load s", "stays until", "pid", "note"]
+    assert robin == ["robin", "ready", "sim0", "5GiB", "4GiB", "2", "0", "0.05", "in use", "4711", ""]
+    waits = ["wren", "waiting", "-", "-", "-", "0", "1", "-", "-", "-", ""]
+    assert wren == waits, "waited for, and without a slot yet"
+    assert queue_header == ["place", "waits for", "priority", "client", "seconds", "its turn", "note"]
+    assert ticket == ["1", "wren", "normal", "-", "0.4", "about 3 s", ""]
     assert device_header == ["device", "total", "claimed", "others", "free"]
     assert device == ["sim0", "8GiB", "5GiB", "1GiB", "2GiB"]
 
@@ -97,6 +119,44 @@ def test_ps_shows_how_far_a_load_is_and_leaves_out_idle_slots(broker: FakeBroker
     result = call("ps", "--url", broker.url)
     assert lines(result)[1][1] == "loading 42%"
     assert "old" not in result.stdout
+
+
+def test_ps_says_until_when_by_the_clock(broker: FakeBroker) -> None:
+    slots = [
+        SLOT | {"slot": "soon", "in_flight": 0},
+        SLOT | {"slot": "pinned", "pin": True, "stays_s": None},
+        SLOT | {"slot": "preloaded", "stays_s": None, "in_flight": 0},
+        SLOT | {"slot": "later", "stays_s": 3 * 86400.0, "in_flight": 0},
+    ]
+    broker.answers |= {"GET /api/v1/slots": {"slots": slots}, "GET /api/v1/queue": {"queue": []}}
+    soon, pinned, preloaded, later = (row[8] for row in lines(call("ps", "--url", broker.url))[1:5])
+    assert re.fullmatch(r"(\d{4}-\d\d-\d\d )?\d\d:\d\d(:\d\d)?", soon)
+    assert (pinned, preloaded) == ("pinned", "-")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", later), "another day"
+
+
+def test_ps_notes_who_leaves_for_whom_who_is_asked_to_yield_and_what_is_wrong(broker: FakeBroker) -> None:
+    slots = [
+        SLOT | {"slot": "leaving", "state": "draining", "leaves_for": "wren"},
+        SLOT | {"slot": "asked", "yields_to": "job:sft"},
+        SLOT | {"slot": "crashed", "state": "failed", "retry_s": 60.0, "trouble": "it crashed: status 139\nlast lines"},
+        SLOT | {"slot": "stuck", "state": "wedged", "trouble": "SIGKILL does not end 4711"},
+        SLOT | {"slot": "broken", "model": "broken", "state": "idle", "devices": {}, "trouble": "it cannot be read"},
+    ]
+    broker.answers |= {"GET /api/v1/slots": {"slots": slots}, "GET /api/v1/queue": {"queue": []}}
+    notes = {row[0]: row[-1] for row in lines(call("ps", "--url", broker.url))[1:6]}
+    assert notes["leaving"] == "leaves for wren"
+    assert notes["asked"] == "asked to yield to job:sft"
+    assert re.fullmatch(r"starts again at .*\d at the earliest; it crashed: status 139", notes["crashed"])
+    assert notes["stuck"] == "SIGKILL does not end 4711"
+    assert notes["broken"] == "it cannot be read", "shown although it is idle"
+
+
+def test_ps_shows_what_has_aged_and_who_came_back_to_a_place(broker: FakeBroker) -> None:
+    risen = TICKET | {"priority": "batch", "counts_as": "low", "client_id": "kitchen", "eta_s": None}
+    broker.answers["GET /api/v1/queue"] = {"queue": [risen | {"kept_place": True}]}
+    ticket = lines(call("ps", "--url", broker.url))[4]
+    assert ticket == ["1", "wren", "batch, as low", "kitchen", "0.4", "-", "has its earlier place"]
 
 
 def test_ps_says_when_nothing_is_loaded(broker: FakeBroker) -> None:

@@ -225,6 +225,7 @@ def test_the_template_holds_every_key_at_its_default(here: Path) -> None:
         "engines",
         "external",
         "manifests",
+        "min_residency_s",
     }
     assert settings.model_fields_set == Settings.model_fields.keys() - {"api_key"}
     assert settings.model_dump(exclude=examples) == Settings().model_dump(exclude=examples)

@@ -95,3 +95,12 @@ def test_an_engines_error_keeps_its_words_and_gets_our_code() -> None:
     theirs = json.dumps({"error": {"code": 500, "message": "Jinja", "type": "server_error"}}).encode()
     ours = json.loads(errors.from_engine(500, theirs))["error"]
     assert ours == {"message": "Jinja", "type": "server_error", "code": "engine_error", "param": None}
+
+
+def test_an_errors_numbers_stand_beside_its_message_and_replace_nothing() -> None:
+    facts = {"position": 3, "waiting": 7, "eta_s": None, "code": "mine"}
+    error = json.loads(
+        errors.render(inference.errors.QueueTimeout("waited 300 s", retry_after_s=900, facts=facts)).body
+    )["error"]
+    assert (error["position"], error["waiting"], error["eta_s"]) == (3, 7, None)
+    assert (error["message"], error["code"], error["param"]) == ("waited 300 s", "queue_timeout", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import fields
 
 import pytest
 
@@ -39,17 +40,43 @@ def test_another_stay_warm_is_refused(value: object) -> None:
         extensions.parse({"x_stay_warm_s": value}, [])
 
 
+@pytest.mark.parametrize(("value", "seconds"), [(0.5, 0.5), (86400, 86400.0), ("60", 60.0)])
+def test_a_budget_is_seconds_of_work(value: object, seconds: float) -> None:
+    assert extensions.parse({"x_budget_s": value}, []).budget_s == seconds
+
+
+@pytest.mark.parametrize("value", [0, -1, 86401, "much", float("nan"), True, None])
+def test_another_budget_is_refused(value: object) -> None:
+    with pytest.raises(BadRequest, match="x_budget_s") as caught:
+        extensions.parse({"x_budget_s": value}, [])
+    assert caught.value.param == "x_budget_s"
+
+
+@pytest.mark.parametrize(("value", "seconds"), [(0, 0.0), (3600, 3600.0), ("2.5", 2.5)])
+def test_a_cooldown_is_seconds(value: object, seconds: float) -> None:
+    assert extensions.parse({"x_cooldown_s": value}, []).cooldown_s == seconds
+
+
+@pytest.mark.parametrize("value", [-1, 3601, "long", None])
+def test_another_cooldown_is_refused(value: object) -> None:
+    with pytest.raises(BadRequest, match="x_cooldown_s"):
+        extensions.parse({"x_cooldown_s": value}, [])
+
+
+@pytest.mark.parametrize("field", ["x_client_id", "x_session_id"])
 @pytest.mark.parametrize("value", ["", "x" * 129, "two\nlines", 7, None])
-def test_a_client_id_is_short_printable_text(value: object) -> None:
-    assert extensions.parse({"x_client_id": "küche 1"}, []).client_id == "küche 1"
-    with pytest.raises(BadRequest, match="x_client_id"):
-        extensions.parse({"x_client_id": value}, [])
+def test_an_id_is_short_printable_text(field: str, value: object) -> None:
+    found = extensions.parse({field: "küche 1"}, [])
+    assert "küche 1" in (found.client_id, found.session_id)
+    with pytest.raises(BadRequest, match=field):
+        extensions.parse({field: value}, [])
 
 
 def test_headers_say_the_same_and_the_body_wins() -> None:
     headers = [(b"x-boss-client-id", b"header"), (b"x-boss-priority", b"high"), (b"x-boss-stay-warm-s", b"9")]
-    assert extensions.parse({}, headers) == Extensions("header", 5, 9.0)
-    assert extensions.parse({"x_client_id": "body"}, headers) == Extensions("body", 5, 9.0)
+    headers += [(b"x-boss-budget-s", b"7"), (b"x-boss-cooldown-s", b"3"), (b"x-boss-session-id", b"talk")]
+    assert extensions.parse({}, headers) == Extensions("header", 5, 9.0, 7.0, 3.0, "talk")
+    assert extensions.parse({"x_client_id": "body"}, headers) == Extensions("body", 5, 9.0, 7.0, 3.0, "talk")
 
 
 @pytest.mark.parametrize("name", ["x_prioritty", "x_foo", "x_", "x_client-id"])
@@ -83,6 +110,11 @@ def test_what_is_millions_long_is_neither_searched_nor_repeated(monkeypatch: pyt
 def test_an_unknown_header_is_refused_too() -> None:
     with pytest.raises(BadRequest, match="x-boss-task"):
         extensions.parse({}, [(b"x-boss-task", b"summary")])
+
+
+def test_every_field_is_described() -> None:
+    assert {field.name for field in fields(Extensions)} == extensions.FIELDS.keys()
+    assert all(field.words.endswith(".") and field.schema for field in extensions.FIELDS.values())
 
 
 def test_the_engine_sees_none_of_it() -> None:

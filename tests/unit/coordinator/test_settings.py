@@ -25,7 +25,12 @@ def test_everything_has_a_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert settings.manifests_dir == tmp_path / "manifests"
     assert settings.queue.max_waiting == 512
     assert settings.queue.max_wait_s == 300
+    assert (settings.queue.load_grace_s, settings.queue.keep_place_s) == (10, 120)
+    assert settings.queue.client_cooldown_s == 0
     assert settings.preempt_grace_s == 30
+    assert settings.min_residency_s is None, "three times what the load took"
+    assert (settings.stall_s, settings.shutdown_s) == (60, 10)
+    assert (settings.on_restart, settings.orphan_grace_s) == ("adopt", 30)
     assert settings.engines.llama_server is None
     assert settings.api_key is None
 
@@ -62,7 +67,14 @@ def test_which_addresses_only_this_machine_reaches(host: str, loopback: bool) ->
         {"queue": {"max_waiting": 0}},
         {"queue": {"max_wait_s": 0}},
         {"queue": {"aging_s": -1}},
-        {"on_restart": "adopt"},
+        {"queue": {"load_grace_s": -1}},
+        {"queue": {"keep_place_s": "2d"}},
+        {"queue": {"client_cooldown_s": "2h"}},
+        {"min_residency_s": -1},
+        {"stall_s": 0},
+        {"orphan_grace_s": -1},
+        {"shutdown_s": "forever"},
+        {"on_restart": "pray"},
         {"log_level": "loud"},
         {"preempt_grace_s": -1},
         {"preempt_grace_s": "25h"},

@@ -22,6 +22,9 @@ from inference.slot_state import SlotState
     ("progress", "line"),
     [
         (Progress(3, 7, SlotState.IDLE, None), b": queued 3 of 7\n\n"),
+        (Progress(3, 7, SlotState.IDLE, None, eta_s=11.2), b": queued 3 of 7, about 12 s\n\n"),
+        (Progress(1, 7, SlotState.LOADING, 0.409, eta_s=3), b": loading 40%, about 3 s\n\n"),
+        (Progress(1, 7, SlotState.LOADING, None, eta_s=0.0), b": loading, about 1 s\n\n"),
         (Progress(1, 1, SlotState.DRAINING, None), b": queued 1 of 1\n\n"),
         (Progress(1, 7, SlotState.LOADING, 0.409), b": loading 40%\n\n"),
         (Progress(1, 7, SlotState.LOADING, None), b": loading\n\n"),
