@@ -232,6 +232,15 @@ class ShutdownBegan:
 
 
 @dataclass(frozen=True, slots=True)
+class ShutdownDue:
+    """The broker waits for nobody any more: what still runs is cut short."""
+
+    at_s: float
+    shutdown_s: float
+    """How long it waited."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed."""
 
@@ -255,5 +264,6 @@ Event = (
     | DevicesRead
     | ModelsChanged
     | ShutdownBegan
+    | ShutdownDue
     | Tick
 )

@@ -21,7 +21,7 @@ import structlog
 from gpuboss.errors import GpubossError
 from gpuboss.identity import ProcessIdentity
 from gpuboss.leases import LeaseState, Snapshot
-from inference import actions, breaker, events, readings, refusals
+from inference import actions, breaker, events, readings
 from inference.admission import Admission, Grant, Progress
 from inference.adoption import adopt_orphans
 from inference.errors import EngineMissing, InferenceError, QueueTimeout
@@ -133,12 +133,12 @@ class Pool:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._shutdown_s):
                     await self._nobody_here.wait()
+        self._feed(events.ShutdownDue(time.monotonic(), self._shutdown_s))
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        error = refusals.cut_by_shutdown(self._shutdown_s)
-        await asyncio.gather(*(slot.close(error) for slot in self._slots.values()))
+        await asyncio.gather(*(slot.close() for slot in self._slots.values()))
         await self._maker.shims.close()
 
     def models_changed(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from gpuboss.devices import DeviceKind
 from gpuboss.identity import ProcessIdentity
-from gpuboss.leases import HOLDS_MEMORY, HolderKind, Lease, LeaseState, Snapshot
+from gpuboss.leases import HOLDS_MEMORY, DeviceUse, HolderKind, Lease, LeaseState, Snapshot
 from inference.events import DeviceRoom, DevicesRead
 
 __all__ = ["read"]
@@ -41,12 +41,17 @@ def _rooms(snapshot: Snapshot, others: list[Lease]) -> tuple[DeviceRoom, ...]:
             id=use.device.id,
             total_bytes=use.device.total_bytes,
             reserve_bytes=use.device.reserve_bytes,
-            others_bytes=use.foreign_bytes + use.residual_bytes + leased.get(use.device.id, 0),
+            others_bytes=use.foreign_bytes + use.residual_bytes + leased.get(use.device.id, 0) + _beyond_claims(use),
             accelerator=use.device.kind is not DeviceKind.CPU,
             leased_bytes=leased.get(use.device.id, 0),
         )
         for use in snapshot.devices
     )
+
+
+def _beyond_claims(use: DeviceUse) -> int:
+    """What all holders together use beyond their claims. One that uses less may hide another that uses more."""
+    return max(0, (use.observed_bytes or 0) - use.claimed_bytes)
 
 
 def _coming(others: list[Lease], queued: Mapping[str, str]) -> dict[str, dict[str, int]]:

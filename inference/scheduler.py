@@ -95,6 +95,8 @@ class Scheduler:
                 self._models_changed(event)
             case events.ShutdownBegan():
                 self._shut_down()
+            case events.ShutdownDue():
+                self._cut_short(event)
             case _:
                 assert_never(event)
 
@@ -264,6 +266,12 @@ class Scheduler:
             board.refuse(entry, refusals.shutting_down())
         for slot in board.slots.values():
             board.remove(slot, "the broker shuts down")
+
+    def _cut_short(self, event: events.ShutdownDue) -> None:
+        board = self._board
+        for slot in board.slots.values():
+            if slot.state is SlotState.DRAINING:
+                board.cut_short(slot, "the broker shuts down", refusals.cut_by_shutdown(event.shutdown_s))
 
     # -- time ---------------------------------------------------------------------------------------------------
 

@@ -253,10 +253,10 @@ class Slot:
         if self._task is not None:
             await asyncio.shield(self._task)
 
-    async def close(self, error: InferenceError | None = None) -> None:
-        """Stop, whatever the state, and wait until nothing is left. What is in flight ends as in `stop`."""
+    async def close(self) -> None:
+        """Stop, whatever the state, and wait until nothing is left."""
         if SlotState.STOPPING in TRANSITIONS[self.state]:
-            self.stop("the broker shuts down", error)
+            self.stop("the broker shuts down")
         await self.wait_over()
 
     # -- one life --------------------------------------------------------------------------------------------------

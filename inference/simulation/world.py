@@ -35,7 +35,7 @@ TICK_S = 1.0
 STOP_S = 0.5
 """A driver takes about so long to have an ended process's memory back."""
 _LATE = 0.25
-"""A request that has taken longer than usual is taken to need this part of the usual time more."""
+"""A request that takes longer than usual is taken to need this part of that more, or for as long as it is late."""
 
 
 class Decides(Protocol):
@@ -313,7 +313,7 @@ class World:
             slot.in_flight[ticket_id] = None
             self._in_flight += 1
             left_s = granted_at_s + usual_s - self.now_s
-            self._after(left_s if left_s > 0 else usual_s * _LATE, self._served, slot, ticket_id)
+            self._after(left_s if left_s > 0 else max(usual_s * _LATE, -left_s), self._served, slot, ticket_id)
 
     # -- event, decision, action --------------------------------------------------------------------------------------
 

@@ -53,6 +53,14 @@ def test_everything_but_our_own_slots_is_others(lease: Lease, others: int):
     assert (room.others_bytes, room.leased_bytes) == (37 + others, others)
 
 
+def test_what_holders_use_beyond_their_claims_is_nobodys_room():
+    gpu = replace(GPU, claimed_bytes=200, observed_bytes=260)
+    [room] = read(
+        Snapshot(1, (gpu,), (a_lease(HolderKind.SLOT, US),)), owner=US, queued={}, asked_at_s=1.0, at_s=2.0
+    ).devices
+    assert room.others_bytes == 37 + 60
+
+
 def test_others_who_wait_are_named_and_our_own_waiters_are_not():
     theirs = a_lease(id="theirs", state=LeaseState.QUEUED, shares={})
     ours = a_lease(HolderKind.SLOT, US, id="ours", state=LeaseState.QUEUED, shares={})

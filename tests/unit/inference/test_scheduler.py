@@ -548,6 +548,17 @@ def test_a_model_that_keeps_losing_its_lease_is_given_up_after_a_few_loads():
     assert said == ["start a", "start a", "refuse a1 LoadFailed"]
 
 
+def test_when_the_broker_waits_no_longer_what_still_runs_is_cut_short_and_told_why():
+    bench = Bench(A)
+    bench.ask("a")
+    bench.up("a")
+    assert bench.tell(events.ShutdownBegan(bench.now)) == ["drain a"]
+    bench.now += 10.0
+    assert bench.tell(events.ShutdownDue(bench.now, 10.0)) == ["cut a"]
+    assert "was not done 10 s later" in bench.cut["a"].message
+    assert bench.served("a1") == []
+
+
 # -- operators ----------------------------------------------------------------------------------------------------
 
 

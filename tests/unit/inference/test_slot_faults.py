@@ -231,7 +231,8 @@ async def test_the_shutdown_tells_those_in_flight_why(world: World) -> None:
     await ready(world)
     engine = world.slot.engine
     assert engine is not None
-    await world.slot.close(ShuttingDown("the broker is shutting down"))
+    world.slot.stop("the broker shuts down", ShuttingDown("the broker is shutting down"))
+    await world.slot.wait_over()
     assert isinstance(engine.died("ended"), ShuttingDown)
 
 
