@@ -107,6 +107,7 @@ class Explanation:
     waiting: int
     """Requests in the queue, itself included."""
     devices: tuple[DeviceShare, ...]
+    """As they are before it comes."""
     refusal: str | None = None
     """What it would be told, if it would be turned away."""
     eta_s: float | None = None
@@ -125,10 +126,11 @@ def explain(
     In the twin the ticket is called `TICKET`, so that a forecast can say when its turn would be.
     """
     twin = scheduler.copy()
+    devices = tuple(_devices(scheduler.board))
     before = {slot.id: replace(slot, in_flight=dict(slot.in_flight)) for slot in twin.board.slots.values()}
     ticket = Ticket(TICKET, model_id, priority, at_s, client_id=client_id)
     decided = twin.handle(Arrived(at_s, ticket))
-    return _told(twin.board, before, ticket, decided), twin
+    return replace(_told(twin.board, before, ticket, decided), devices=devices), twin
 
 
 def _told(
@@ -142,7 +144,7 @@ def _told(
         (one.error.message for one in decided if isinstance(one, actions.Refuse) and one.ticket_id == TICKET), None
     )
     verdict = _verdict(board, model_id, starts, victims, refused=refusal is not None)
-    waits = verdict in (Verdict.WAITS, Verdict.LOADING, Verdict.EVICTS)
+    waits = verdict in (Verdict.WAITS, Verdict.LOADING)
     position, waiting = board.line.position(TICKET)
     return Explanation(
         model_id=model_id,
@@ -154,7 +156,7 @@ def _told(
         blocked_by=tuple(_blockers(board, ticket, verdict)) if waits else (),
         position=position,
         waiting=waiting,
-        devices=tuple(_devices(board)),
+        devices=(),
         refusal=refusal,
     )
 
