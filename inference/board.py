@@ -236,10 +236,10 @@ class Board(State):
         model = self.models[event.model_id]
         slot = self.slots.get(event.slot_id) or self.slots.new(event.slot_id, model)
         slot.model, slot.shares, slot.leased, slot.last_load_s = model, event.shares, True, event.load_s
-        slot.priority, slot.taken, slot.ready_at_s = LEAST_IMPORTANT, 0, self.now_s
+        slot.priority, slot.taken, slot.ready_at_s = event.priority, 0, self.now_s
         slot.idle_since_s = slot.last_used_s = self.now_s
         slot.warm_until_s = self.now_s + model.stay_warm_s
-        slot.lease_priority, slot.repriced = LEAST_IMPORTANT, True
+        slot.lease_priority, slot.repriced = event.priority, True
         self._move(slot, SlotState.READY)
 
     def reprice(self, slot: SlotRecord, priority: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from gpuboss.priority import LEAST_IMPORTANT
 from inference.errors import InferenceError
 from inference.fault import Fault
 from inference.model import Model
@@ -137,6 +138,8 @@ class SlotAdopted:
     shares: Shares
     load_s: float
     """Seconds its load took then."""
+    priority: int = LEAST_IMPORTANT
+    """The class its lease has."""
 
 
 @dataclass(frozen=True, slots=True)

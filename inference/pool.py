@@ -153,6 +153,8 @@ class Pool:
         if self._maker.orphan_grace_s is None or model is None or model.problem is not None:
             return None
         if past.slot_id not in self._slots:
+            if sum(slot.model.id == model.id for slot in self._slots.values()) >= model.replicas:
+                return None
             try:
                 self._slots[past.slot_id] = self._maker.make(model, past.slot_id, self._hear)
             except EngineMissing:

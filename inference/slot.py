@@ -192,7 +192,8 @@ class Slot:
         self.ready_at_s, self.last_load_s = self._clock(), past.load_s
         self._move(SlotState.READY, f"adopted from broker {past.broker.pid}, as process {run.pid}")
         run.hand_over(past.load_s)
-        self._report(events.SlotAdopted(self.ready_at_s, self.id, self.model.id, lease.shares, past.load_s))
+        told = (self.id, self.model.id, lease.shares, past.load_s, lease.priority)
+        self._report(events.SlotAdopted(self.ready_at_s, *told))
         run.hear_notices()
         self._live_on(run, run.until_over())
 

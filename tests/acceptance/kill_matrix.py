@@ -45,6 +45,8 @@ class Tally:
     """Kills that found a slot in the state."""
     times_s: dict[str, list[float]] = field(default_factory=dict)
     """How long things took, by what it was."""
+    adopted: int = 0
+    """Engines that the next broker took over."""
 
     @property
     def kills(self) -> int:
@@ -59,7 +61,8 @@ class Tally:
     def __str__(self) -> str:
         hits = ", ".join(f"{state} {self.hits[state]}" for state in STATES)
         times = (f"{what} {median(took):.2f} s, at worst {max(took):.2f} s" for what, took in self.times_s.items())
-        return f"{self.kills} kills of the {self.target}; hit: {hits}; {'; '.join(times)}"
+        adopted = f"; {self.adopted} engines were adopted" if self.adopted else ""
+        return f"{self.kills} kills of the {self.target}; hit: {hits}; {'; '.join(times)}{adopted}"
 
 
 class Looker:

@@ -1,12 +1,14 @@
 """kill -9 of every kind of process under eight streaming clients: nothing is left over, nothing is lost for good.
 
-Ten kills of each kind by default; `MODEL_BOSS_KILLS=50` for the whole matrix, about a quarter of an hour; `-s` shows
-what was hit and how long things took. Three models, room for two: there is always one to load and one to evict.
+Ten kills of each kind by default; `MODEL_BOSS_KILLS=50` for the whole matrix, about half an hour; `-s` shows what was
+hit and how long things took. Three models, room for two: there is always one to load and one to evict. Everything is
+played with both settings of `on_restart`: what a broker leaves to the next one must be as tidy as what it takes along.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import statistics
 import sys
@@ -20,7 +22,7 @@ import pytest
 from gpuboss.host_lock import read_owner
 from gpuboss.state_dir import StateDir
 from tests.acceptance.broker import CLAIM_MIB, Broker
-from tests.acceptance.kill_matrix import KILLS, Matrix, Tally
+from tests.acceptance.kill_matrix import KILLS, Matrix, Slots, Tally
 from tests.acceptance.outside import Watch, alive
 from tests.acceptance.streams import Outcome, Streamers
 from tests.support import wait_until
@@ -52,10 +54,17 @@ def nimble() -> Iterator[None]:
     sys.setswitchinterval(before_s)
 
 
+@pytest.fixture(params=["reap", "adopt"])
+def on_restart(request: pytest.FixtureRequest) -> str:
+    """What becomes of ready engines whose broker dies."""
+    return str(request.param)
+
+
 @pytest.fixture
-def subject(tmp_dir: Path, llama_server: Path, demo_models: Path) -> Iterator[Broker]:
+def subject(tmp_dir: Path, llama_server: Path, demo_models: Path, on_restart: str) -> Iterator[Broker]:
     room = ROOM * CLAIM_MIB + CLAIM_MIB // 2
-    subject = Broker(tmp_dir, llama_server, room_mib=room, settings={"log_level": "debug"})
+    settings = {"log_level": "debug", "on_restart": on_restart, "orphan_grace_s": 10}
+    subject = Broker(tmp_dir, llama_server, room_mib=room, settings=settings)
     path = shutil.copy(demo_models / "robin.gguf", tmp_dir)  # a file that changes under an engine is another test's
     for model in MODELS:
         subject.write_manifest(model, id=model, path=str(path), vram=f"{CLAIM_MIB}MiB", context=512)
@@ -65,7 +74,7 @@ def subject(tmp_dir: Path, llama_server: Path, demo_models: Path) -> Iterator[Br
         subject.stop()
 
 
-def test_kill_the_broker(subject: Broker) -> None:
+def test_kill_the_broker(subject: Broker, on_restart: str) -> None:
     matrix = Matrix(subject, "broker", seed=1)
     with Watch(subject, most_engines=ROOM) as watch, Streamers(subject, MODELS, count=CLIENTS, seed=1) as streams:
         for _ in matrix.rounds():
@@ -74,7 +83,11 @@ def test_kill_the_broker(subject: Broker) -> None:
             killed_s = matrix.strike(subject.process.pid, slots)
             below = [process for process in subject.processes() if not is_beside(process)]
             subject.process.wait()
+            stayed = subject.states_at(time.time())
             subject.launch()
+            if on_restart == "adopt":
+                ready = {model for model in slots if slots[model]["state"] == stayed.get(model) == "ready"}
+                below = without_adopted(matrix.tally, subject, below, slots, ready)
             engines_gone(matrix.tally, watch, below, killed_s)
             answered(matrix.tally, subject, MODELS[matrix.tally.kills % len(MODELS)], killed_s)
             no_lease_without_process(watch)
@@ -82,6 +95,33 @@ def test_kill_the_broker(subject: Broker) -> None:
     settled(watch, matrix.tally)
     matrix.check()
     assert len(whole) > matrix.tally.kills, "the broker served between its deaths"
+    assert matrix.tally.adopted >= (matrix.tally.kills / 2 if on_restart == "adopt" else 0)
+
+
+def without_adopted(
+    tally: Tally, subject: Broker, below: Sequence[psutil.Process], before: Slots, ready: set[str]
+) -> list[psutil.Process]:
+    """What has to end: everything but the engines that the next broker has, and their shims.
+
+    It must have those that were `ready` to the last. Others may have become so just now, or not have been on their way
+    out yet.
+    """
+    log: list[str] = []
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError):
+            subject.get("/health")
+            log[:] = [subject.log_of_this_life()]
+        return bool(log)
+
+    wait_until(answers, "the next broker to answer")
+    told = [json.loads(line) for line in log[0].splitlines() if '"engine_adopted"' in line]
+    adopted = {adoption["slot"]: adoption["pid"] for adoption in told}
+    for model in ready:
+        assert adopted.get(model) == before[model]["pid"], f"{model} was ready, and is not adopted: {adopted}"
+    tally.adopted += len(adopted)
+    shims = {process.ppid() for process in below if process.pid in adopted.values()}
+    return [process for process in below if process.pid not in shims | set(adopted.values())]
 
 
 @pytest.mark.parametrize("target", ["engine", "shim"])
@@ -97,6 +137,7 @@ def test_kill_below_the_broker(subject: Broker, target: str) -> None:
                 killed_s = matrix.strike(slots[victim][key], slots, victim)
                 kills.append((killed_s, victim))
                 engines_gone(matrix.tally, watch, below, killed_s)
+                loaded_by_hand(subject, victim)
                 answered(matrix.tally, subject, victim, killed_s)
                 no_lease_without_process(watch)
     settled(watch, matrix.tally)
@@ -151,6 +192,15 @@ def answered(tally: Tally, subject: Broker, model: str, killed_s: float) -> None
     wait_until(answers, f"{model} to answer after the kill")
     took_s = tally.took("next answer", time.monotonic() - killed_s)
     assert took_s < LATEST_ANSWER_S, f"{model} answered {took_s:.1f} s after the kill"
+
+
+def loaded_by_hand(subject: Broker, model: str) -> None:
+    """As its operator does, who knows why it died: three deaths in a minute would be too many otherwise."""
+
+    def loads() -> bool:
+        return subject.post(f"/api/v1/models/{model}/load", {})[0] in (200, 202)
+
+    wait_until(loads, f"{model} to be loaded by hand")
 
 
 def no_lease_without_process(watch: Watch) -> None:

@@ -13,9 +13,10 @@ from pydantic import ValidationError
 
 from gpuboss.devices import Device, DeviceKind
 from inference.backends import REGISTRY, Backend, Launch
-from inference.errors import ModelBroken
+from inference.errors import EngineDied, ModelBroken
+from inference.fault import Fault
 from inference.model import Category, Model
-from inference.process import Exited, LaunchOrder, LeaseOrder, Shim, Started
+from inference.process import EndReason, Exited, LaunchOrder, LeaseOrder, Shim, Started
 from inference.proxy import EngineClient
 from tests.integration.inference.shim_kit import Kit
 from tests.support import until
@@ -133,6 +134,27 @@ async def test_an_engine_that_does_not_listen_yet_is_loading(backend: Backend, t
     assert not (await backend.probe(client)).ready
 
 
+async def test_an_engine_that_does_not_listen_tells_no_progress(backend: Backend, tmp_dir: Path) -> None:
+    client = EngineClient(tmp_dir / "engine.sock", "key", name="robin")
+    with pytest.raises(EngineDied):
+        await backend.progress(client)
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        Exited(0, None, 1, EndReason.EXIT),
+        Exited(1, None, 1, EndReason.EXIT),
+        Exited(None, 9, 1, EndReason.EXIT),
+        Exited(None, 11, 1, EndReason.EXIT),
+    ],
+)
+def test_an_end_without_a_word_is_a_crash(backend: Backend, ended: Exited) -> None:
+    """It is tried again: nothing says that it would be in vain."""
+    assert backend.diagnose(ended, []) is Fault.CRASH
+    assert backend.diagnose(ended, ["listening", "a request came", "a request was answered"]) is Fault.CRASH
+
+
 @pytest.fixture
 async def shim(tmp_dir: Path) -> AsyncIterator[tuple[Shim, Kit]]:
     kit = Kit(tmp_dir)
@@ -169,6 +191,10 @@ async def test_its_engine_becomes_ready_answers_and_ends(
     answer = await response.read()
     assert response.status == 200, answer
     assert b'"model":"owl/robin:q8"' in answer
+    idle = await backend.progress(client)
+    assert idle == await backend.progress(client), "nothing was asked of it in between"
+    await (await client.open("POST", CHAT_PATH, body, [(b"content-type", b"application/json")])).read()
+    assert idle is None or idle != await backend.progress(client), "it answered in between"
     process.stop(backend.stop_grace_s)
     async with asyncio.timeout(20):
         assert isinstance(await process.report(), Exited)

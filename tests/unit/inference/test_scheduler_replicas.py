@@ -170,6 +170,13 @@ def test_an_adopted_slot_serves_at_once_and_keeps_what_its_load_took():
     assert bench.scheduler.slot_view("a").last_load_s == 12.0
 
 
+def test_an_adopted_slot_defends_itself_with_the_class_its_lease_has():
+    bench = Bench(a_model("a", 6), B)
+    bench.tell(events.SlotAdopted(bench.now, "a", "a", {"d0": a_model("a", 6).claim_bytes}, 12.0, 5))
+    assert bench.ask("b") == []
+    assert bench.ask("b", priority=5) == ["start b", "drain a", "stop a"]
+
+
 def test_a_preloaded_model_that_was_adopted_is_not_loaded_twice():
     bench = Bench()
     model = a_model("a", 3, preload=True)
