@@ -217,8 +217,8 @@ class Board(State):
         """The slots that are queued for others' memory of the loading slot's devices."""
         return [
             other
-            for other in self.slots.values()
-            if other.state is SlotState.QUEUED and any(option.keys() & slot.shares.keys() for option in other.asked)
+            for other in self.slots.queued.values()
+            if any(option.keys() & slot.shares.keys() for option in other.asked)
         ]
 
     def reprice_load(self, slot: SlotRecord, priority: int) -> None:
@@ -341,5 +341,5 @@ class Board(State):
         self.claims.pop(slot.model.id, None)
 
     def _move(self, slot: SlotRecord, state: SlotState) -> None:
-        slot.state, slot.moved_at_s = state, self.now_s
+        self.slots.move(slot, state, self.now_s)
         self.version += 1

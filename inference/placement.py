@@ -116,6 +116,12 @@ class Rooms:
         self._kept = dict.fromkeys(self._free, 0)
         self.groups = groups
 
+    def copy(self) -> Rooms:
+        """The same, to be changed apart."""
+        twin = Rooms((), self.groups)
+        twin._free, twin._coming, twin._kept = dict(self._free), dict(self._coming), dict(self._kept)
+        return twin
+
     def take(self, shares: Shares) -> None:
         """Somebody claims these bytes."""
         for device, size in shares.items():

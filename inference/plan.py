@@ -141,40 +141,55 @@ class Plan:
         board, line = self._board, self._board.line
         heads: list[_Head] = []
         for model_id in list(line.models()):
-            slots = board.slots.of(model_id)
-            ready = next((slot for slot in slots if slot.state is SlotState.READY), None)
+            ready, settled = None, False
+            for slot in board.slots.of(model_id):
+                if slot.state is SlotState.READY:
+                    ready = slot
+                    break
+                settled = settled or slot.settled
             if ready is not None:
-                for load in line.loads(model_id, self._aged):
-                    board.grant(ready, load)
-                    self._less_wanted(ready)
-                entry = line.next_for_ready(model_id, self._aged)
-                if entry is not None and any(slot.has_place for slot in slots):
-                    heads.append((entry.priority, False, entry.submitted_at_s, entry.seq, entry))
-                if entry is not None and ready.model.replicas > 1:
-                    self._wide.append(ready.model)
-            elif self._servable(model_id) and not any(slot.settled for slot in slots):
+                self._ready_head(ready, heads)
+            elif self._is_known(model_id) and not settled and self._may_start(model_id):
                 entry = line.leader(model_id, self._aged)
                 if (claim := board.claims.get(model_id)) is not None:
                     claim.lead(entry, line)
                 heads.append((entry.priority, True, entry.submitted_at_s, entry.seq, entry))
         return heads
 
-    def _servable(self, model_id: str) -> bool:
-        """May the model be loaded? Refuses everybody who waits for one that does not exist or cannot be."""
-        board, model = self._board, self._board.models.get(model_id)
-        if model is None:
-            self._refuse_all(model_id, refusals.not_found(model_id))
-            return False
-        if model.problem is not None:
-            self._refuse_all(model_id, refusals.broken(model))
-            return False
+    def _ready_head(self, ready: SlotRecord, heads: list[_Head]) -> None:
+        """What waits for a model that has a ready slot."""
+        board, model_id = self._board, ready.model.id
+        for load in board.line.loads(model_id, self._aged) if board.line.wants(model_id) else ():
+            board.grant(ready, load)
+            self._less_wanted(ready)
+        entry = board.line.next_for_ready(model_id, self._aged)
+        if entry is None:
+            return
+        if any(slot.has_place for slot in board.slots.of(model_id)):
+            heads.append((entry.priority, False, entry.submitted_at_s, entry.seq, entry))
+        if ready.model.replicas > 1:
+            self._wide.append(ready.model)
+
+    def _is_known(self, model_id: str) -> bool:
+        """Refuses everybody who waits for a model that does not exist or cannot be loaded."""
+        model = self._board.models.get(model_id)
+        if model is not None and model.problem is None:
+            return True
+        self._refuse_all(model_id, refusals.not_found(model_id) if model is None else refusals.broken(model))
+        return False
+
+    def _may_start(self, model_id: str) -> bool:
+        """Refuses everybody who waits for a model whose engine fails."""
+        board = self._board
+        if model_id not in board.breakers:
+            return True
         match board.breaker_state(model_id):
             case MayStart():
                 return True
             case NotBefore():
                 return False
             case (Open() | Standing()) as shut:
-                self._refuse_all(model_id, refusals.shut_off(board, model, shut))
+                self._refuse_all(model_id, refusals.shut_off(board, board.models[model_id], shut))
                 return False
 
     def _refuse_all(self, model_id: str, error: InferenceError) -> None:
@@ -321,8 +336,8 @@ class Plan:
 
     def _withdraw_the_unwanted(self) -> None:
         board = self._board
-        for slot in board.slots.values():
-            if slot.state is SlotState.QUEUED and not board.line.wants(slot.model.id):
+        for slot in list(board.slots.queued.values()):
+            if not board.line.wants(slot.model.id):
                 board.stop(slot, "nobody waits for it any more")
 
     # -- case 8: loads whose lease does not come --------------------------------------------------------------------

@@ -18,6 +18,8 @@ class Slots(dict[str, SlotRecord]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.queued: dict[str, SlotRecord] = {}
+        """Those whose lease waits for memory that others hold."""
         self._of_model: dict[str, list[SlotRecord]] = {}
 
     def of(self, model_id: str) -> Sequence[SlotRecord]:
@@ -51,6 +53,14 @@ class Slots(dict[str, SlotRecord]):
         self._of_model.setdefault(model.id, []).append(slot)
         return slot
 
+    def move(self, slot: SlotRecord, state: SlotState, at_s: float) -> None:
+        """The slot comes into that state."""
+        slot.state, slot.moved_at_s = state, at_s
+        if state is SlotState.QUEUED:
+            self.queued[slot.id] = slot
+        else:
+            self.queued.pop(slot.id, None)
+
     def forget(self, slot: SlotRecord) -> None:
         """The slot is of no interest any more."""
         del self[slot.id]
@@ -70,4 +80,5 @@ class Slots(dict[str, SlotRecord]):
                 sessions=dict(slot.sessions),
             )
             twin._of_model.setdefault(slot.model.id, []).append(record)
+        twin.queued = {slot_id: twin[slot_id] for slot_id in self.queued}
         return twin

@@ -73,6 +73,9 @@ class State:
         """When somebody last had its turn."""
         self.between_grants_s = _PACE_UNKNOWN_S
         """Seconds between two grants, lately."""
+        self._rooms: Rooms | None = None
+        self._rooms_version = -1
+        """What `version` was when they were counted."""
 
     # -- looking ------------------------------------------------------------------------------------------------
 
@@ -96,6 +99,11 @@ class State:
 
     def rooms(self) -> Rooms:
         """Free bytes now, with every claim counted; what is promised to somebody outside is not free."""
+        if self._rooms is None or self._rooms_version != self.version:
+            self._rooms, self._rooms_version = self._count_rooms(), self.version
+        return self._rooms.copy()
+
+    def _count_rooms(self) -> Rooms:
         rooms = Rooms(self.usable, self.groups)
         for slot in self.slots.values():
             if slot.state in HOLDS_MEMORY:
