@@ -45,11 +45,16 @@ class Asking:
         return not self.changed.is_set()
 
     def learn(self, view: dict[str, Any]) -> None:
-        """Take in what the store says."""
+        """Take in what the store says.
+
+        Whoever was told of the grant uses it: that it is queued may be an answer from before that comes late, and where
+        the store forgot the grant, the node's books decide. So a granted lease is not taken back here.
+        """
         self.view = view
-        if "holder" in view:
+        queued = view["state"] == LeaseState.QUEUED
+        if "holder" in view and not (queued and self.changed.is_set()):
             self.lease = lease_from(view)
-        if view["state"] != LeaseState.QUEUED:
+        if not queued:
             self.changed.set()
 
 
