@@ -20,7 +20,7 @@ from enum import Enum
 
 from gpuboss.priority import LEAST_IMPORTANT
 from inference.events import Shares
-from inference.placement import Groups, fits, spread
+from inference.placement import Groups, spread
 
 UNWANTED = LEAST_IMPORTANT + 1
 """Class of a load that nobody waits for: it goes before everything else."""
@@ -100,16 +100,17 @@ def choose(
                 trial[device] += size
                 suffices = suffices or trial[device] >= need
         chosen.append(candidate)
-        if not suffices and groups:
-            touched = {group_of[device] for device in candidate.shares if device in group_of}
-            suffices = any(spread(trial[device] for device in group) >= need for group in touched)
+        touched = {group_of[device] for device in candidate.shares if device in group_of} if groups else ()
+        suffices = suffices or any(spread(trial[device] for device in group) >= need for group in touched)
         if suffices:
-            return _without_redundant(need, trial, chosen, groups)
+            # Without it nothing sufficed, so it can only be there that the rest suffices.
+            places = tuple(device for device in candidate.shares if device in trial)
+            return _without_redundant(need, trial, chosen, places, tuple(touched))
     return None
 
 
 def _without_redundant(
-    need: int, trial: dict[str, int], chosen: list[Candidate], groups: Groups
+    need: int, trial: dict[str, int], chosen: list[Candidate], devices: tuple[str, ...], groups: Groups
 ) -> tuple[Candidate, ...]:
     """Drop whom the set can do without, the most important first. `trial` is the room with all of them gone."""
     kept: list[Candidate] = []
@@ -117,7 +118,8 @@ def _without_redundant(
         for device, size in candidate.shares.items():
             if device in trial:
                 trial[device] -= size
-        if not fits(need, trial, groups):
+        whole = any(trial[device] >= need for device in devices)
+        if not (whole or any(spread(trial[device] for device in group) >= need for group in groups)):
             kept.append(candidate)
             for device, size in candidate.shares.items():
                 if device in trial:

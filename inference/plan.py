@@ -58,7 +58,7 @@ class Plan:
 
     __slots__ = (
         *("_aged", "_board", "_forlorn_bytes", "_hopeless_bytes", "_overtaking", "_sight", "_waiters", "_yielding"),
-        *("_wide", "again", "contested"),
+        *("_cramped_bytes", "_wide", "again", "contested"),
     )
 
     def __init__(self, board: Board) -> None:
@@ -76,6 +76,8 @@ class Plan:
         """The models that wait for room (case 6), with who leads their lines."""
         self._wide: list[Model] = []
         """Models that tickets wait for, and that may have further slots (case 3)."""
+        self._cramped_bytes: float = math.inf
+        """The least that found no room for a further slot; there is never more of it later in a pass."""
         self.contested: set[str] = set()
         """Devices with room that somebody waits for."""
         self.again = False
@@ -107,7 +109,8 @@ class Plan:
             slot = self._coming_slot(entry.ticket.model_id)
             if slot is not None and slot.state is SlotState.LOADING and not self._is_ready(entry.ticket.model_id):
                 board.reprice_load(slot, entry.priority)
-        if not self.again:
+        if self._wide and not self.again:
+            self._sight.rooms.close(self.contested)
             for model in self._wide:
                 self._widen(model)
 
@@ -239,11 +242,14 @@ class Plan:
             return
         if model != board.models.get(model.id) or board.breaker_state(model.id) != MayStart():
             return
-        rooms = self._sight.rooms
-        rooms.close(self.contested)
-        if ways := rooms.place(board.claim_of(model.id)):
+        need, rooms = board.claim_of(model.id), self._sight.rooms
+        if need >= self._cramped_bytes:
+            return
+        if ways := rooms.place(need):
             board.start(model, ways, LEAST_IMPORTANT)
             rooms.take(ways[0])
+        else:
+            self._cramped_bytes = need
 
     # -- cases 4 to 7: models that are not loaded -------------------------------------------------------------------
 

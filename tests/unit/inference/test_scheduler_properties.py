@@ -86,7 +86,7 @@ def test_a_busy_or_loading_slot_that_is_evicted_breaks_a_rule(monkeypatch):
 
 
 def test_a_superfluous_victim_breaks_a_rule(monkeypatch):
-    monkeypatch.setattr(eviction, "_without_redundant", lambda need, trial, chosen, groups: tuple(chosen))
+    monkeypatch.setattr(eviction, "_without_redundant", lambda need, trial, chosen, devices, groups: tuple(chosen))
     with pytest.raises(Broken, match="5: "):
         play(World, range(200), busy_s=40.0)
 
