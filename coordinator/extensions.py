@@ -22,10 +22,11 @@ from types import MappingProxyType
 from typing import Any
 
 from coordinator.errors import BadRequest
-from coordinator.settings import LONGEST_COOLDOWN_S
 from gpuboss.priority import CLASSES, LEAST_IMPORTANT, NORMAL, parse_priority
 
 BODY_PREFIX = "x_"
+LONGEST_REST_S = 60.0
+"""What a request may ask for its client: an id is only said, so it may be somebody else's."""
 LONGEST_FIELD = 64
 """Characters of a name or value that are looked at: a body holds millions, and to search or repeat them takes time."""
 HEADER_PREFIX = b"x-boss-"
@@ -135,7 +136,7 @@ def _stay_warm_s(found: Extensions, value: object) -> Extensions:
 
 
 def _cooldown_s(found: Extensions, value: object) -> Extensions:
-    return replace(found, cooldown_s=_seconds(value, LONGEST_COOLDOWN_S))
+    return replace(found, cooldown_s=_seconds(value, LONGEST_REST_S))
 
 
 def _budget_s(found: Extensions, value: object) -> Extensions:
@@ -187,7 +188,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
         "cooldown_s": Field(
             _cooldown_s,
             "Seconds the next request of the same client waits after this one is done.",
-            _seconds_schema(LONGEST_COOLDOWN_S),
+            _seconds_schema(LONGEST_REST_S),
         ),
         "session_id": Field(
             _session_id,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from heapq import heappop, heappush
 
 from gpuboss.priority import LEAST_IMPORTANT
 from inference import actions
@@ -43,7 +45,7 @@ class Board(State):
             self.devices = read.devices
             self.usable = usable(read.devices)
             self.groups, self.largest_bytes = groups_of(self.usable), largest(self.usable)
-            hosts = [device.id for device in read.devices if not device.accelerator and device not in self.usable]
+            hosts = [device for device in read.devices if not device.accelerator and device not in self.usable]
             self.host = hosts[0] if hosts else None
             self.version += 1
         for slot in self.slots.values():
@@ -158,35 +160,53 @@ class Board(State):
         entry = self.line.remove(ticket_id)
         if entry is None:
             return
-        model_id = entry.ticket.model_id
+        self._perhaps_unwanted(entry.ticket.model_id)
+
+    def _perhaps_unwanted(self, model_id: str) -> None:
+        """One ticket fewer waits for the model."""
         if not self.line.wants(model_id):
             self.claims.pop(model_id, None)
             for slot in self.slots.of(model_id):
                 if slot.state is SlotState.LOADING:
                     slot.unwanted_since_s = self.now_s
 
+    def end_claims(self) -> None:
+        """Those of models that are ready, or not known, or that nobody waits for who may have a turn."""
+        for model_id in list(self.claims):
+            ready = any(slot.state is SlotState.READY for slot in self.slots.of(model_id))
+            if ready or model_id not in self.models or not self.line.wants(model_id):
+                del self.claims[model_id]
+
     def keep_place(self, ticket_id: str) -> None:
         """The waiting ticket is about to leave unserved: its client may be back."""
         entry = self.line.entry(ticket_id)
         if entry is None or self.limits.keep_place_s <= 0:
             return
-        until_s = self.now_s + self.limits.keep_place_s
-        place = Place(entry.submitted_at_s, until_s)
+        # Whoever comes back again and again without having been served is not waiting, but keeping a place.
+        oldest_s = 2 * self.limits.max_wait_s + self.limits.keep_place_s
+        if self.now_s - entry.submitted_at_s > oldest_s:
+            return
+        place = Place(entry.submitted_at_s, self.now_s + self.limits.keep_place_s)
         claim = self.claims.get(entry.ticket.model_id)
         if claim is not None and claim.leader.ticket.id == ticket_id:
-            place = Place(entry.submitted_at_s, until_s, claim.overtakes, claim.since_s)
+            place = replace(place, overtakes=claim.overtakes, since_s=claim.since_s)
         self.places.keep(entry.ticket, place)
 
     def rest(self, client_id: str, cooldown_s: float) -> None:
         """Nothing of the client has its turn for so long."""
-        self.resting[client_id] = max(self.now_s + cooldown_s, self.resting.get(client_id, -math.inf))
-        self.line.rest(client_id)
+        until_s = max(self.now_s + cooldown_s, self.resting.get(client_id, -math.inf))
+        self.resting[client_id] = until_s
+        heappush(self.wakings, (until_s, client_id))
+        for model_id in self.line.rest(client_id):
+            self._perhaps_unwanted(model_id)
 
     def wake_the_rested(self) -> None:
         """Whoever has rested long enough has its turns again."""
-        for client_id in [client_id for client_id, until_s in self.resting.items() if until_s <= self.now_s]:
-            del self.resting[client_id]
-            self.line.wake(client_id)
+        while self.wakings and self.wakings[0][0] <= self.now_s:
+            _, client_id = heappop(self.wakings)
+            if self.resting.get(client_id, math.inf) <= self.now_s:  # it did not rest once more meanwhile
+                del self.resting[client_id]
+                self.line.wake(client_id)
 
     # -- moves of slots -------------------------------------------------------------------------------------------
 
@@ -205,12 +225,12 @@ class Board(State):
 
     def _start(self, slot: SlotRecord, model: Model, options: tuple[Shares, ...], priority: int) -> None:
         slot.model = model
-        slot.shares, slot.leased = options[0], False
+        wanted = self._with_host(model, options)
+        slot.shares, slot.leased = wanted[0], False
         self._load(slot, priority)
         queued = self.queued_for(slot)
         slot.lease_priority = min([priority, *(other.lease_priority for other in queued)])
         ahead_of = tuple(other.id for other in queued)
-        wanted = self._with_host(model, options)
         self._actions.append(actions.Start(slot.id, model.id, wanted, slot.lease_priority, ahead_of))
 
     def queued_for(self, slot: SlotRecord) -> list[SlotRecord]:
@@ -327,10 +347,10 @@ class Board(State):
 
     def _with_host(self, model: Model, options: tuple[Shares, ...]) -> tuple[Shares, ...]:
         """The options with what the model keeps in host memory beside the accelerators."""
-        host_bytes = self.as_raised(model.id).host_bytes
+        host_bytes = self.host_bytes_of(model.id)
         if not host_bytes or self.host is None:
             return options
-        return tuple({**option, self.host: host_bytes} for option in options)
+        return tuple({**option, self.host.id: host_bytes} for option in options)
 
     def _load(self, slot: SlotRecord, priority: int) -> None:
         slot.short_since_s, slot.asked, slot.coming, slot.returns = None, (), {}, False

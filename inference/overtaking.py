@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inference.board import Board
+from inference.breaker import MayStart
 from inference.claim import Claim
 from inference.eviction import Candidate, choose
 from inference.placement import fits, once_gone, place
@@ -102,9 +103,16 @@ class Overtaking:
         return stands
 
     def _hold_if_overdue(self, claim: Claim) -> None:
-        if not claim.overdue(self._board.now_s, self._board.limits):
+        if not claim.overdue(self._board.now_s, self._board.limits) or not self._may_load(claim.model_id):
             return
         if self.stands(claim) or (claim.version != self._board.version and self.find_rivals(claim)):
             self._holding.append((claim, claim.rivals))
             for rival in claim.rivals:
                 self._held[rival] = min(self._held.get(rival, claim.leader), claim.leader)
+
+    def _may_load(self, model_id: str) -> bool:
+        """Could it be loaded if its rivals went? Not while its engine rests after a failure, or its slot leaves."""
+        board = self._board
+        if any(slot.settled for slot in board.slots.of(model_id)):
+            return False
+        return isinstance(board.breaker_state(model_id), MayStart)

@@ -1,9 +1,9 @@
 """Places in the queue that are kept for callers who left without having been served.
 
 Used by `board.py`. A caller whose time ran out (ours, `max_wait_s`, or its own patience) and who asks for the same
-model again within `keep_place_s` goes on where it stood: with the moment it first came, and with what it suffered from
-overtaking. Without that, a caller who is less patient than a load takes would never be served. Places are kept for
-callers who say who they are; each is taken once, the oldest first.
+model in the same class again within `keep_place_s` goes on where it stood: with the moment it first came, and with what
+it suffered from overtaking. Without that, a caller who is less patient than a load takes would never be served. Places
+are kept for callers who say who they are; each is taken once, the oldest first.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from inference.events import Ticket
 
 MOST_PLACES = 4096
 """Kept at once; then the oldest is given up."""
+MOST_OF_ONE = 16
+"""Kept at once for one client, model and class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,8 @@ class KeptPlaces:
     """The kept places of every client. One writer: `board.py`."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[str, str], deque[Place]] = {}
-        """By client and model, in the order they were left; the client who left last comes last."""
+        self._places: dict[tuple[str, str, int], deque[Place]] = {}
+        """By client, model and class, in the order they were left; the client who left last comes last."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -46,7 +48,9 @@ class KeptPlaces:
         """Keep the place of a ticket that leaves; nothing for a caller without a name."""
         if ticket.client_id is None:
             return
-        key = ticket.client_id, ticket.model_id
+        key = ticket.client_id, ticket.model_id, ticket.priority
+        if len(self._places.get(key, ())) >= MOST_OF_ONE:
+            return
         places = self._places.pop(key, None) or deque()
         places.append(place)
         self._places[key] = places
@@ -58,7 +62,7 @@ class KeptPlaces:
         """The oldest place kept for a ticket that comes; None when there is none."""
         if ticket.client_id is None:
             return None
-        key = ticket.client_id, ticket.model_id
+        key = ticket.client_id, ticket.model_id, ticket.priority
         while key in self._places:
             place = self._places[key][0]
             self._drop(key)
@@ -79,7 +83,7 @@ class KeptPlaces:
         twin._count = self._count
         return twin
 
-    def _drop(self, key: tuple[str, str]) -> None:
+    def _drop(self, key: tuple[str, str, int]) -> None:
         """Take out the first place of that key."""
         places = self._places[key]
         places.popleft()

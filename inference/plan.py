@@ -86,6 +86,8 @@ class Plan:
     def run(self) -> None:
         """Decide."""
         board = self._board
+        if board.claims:
+            board.end_claims()
         heads = self._heads()
         if board.claims:
             self._overtaking.hold_rivals()
@@ -243,7 +245,8 @@ class Plan:
         if model != board.models.get(model.id) or board.breaker_state(model.id) != MayStart():
             return
         need, rooms = board.claim_of(model.id), self._sight.rooms
-        if need >= self._cramped_bytes:
+        host_bytes = board.host_bytes_of(model.id)
+        if need >= self._cramped_bytes or (host_bytes and host_bytes > board.host_room()):
             return
         if ways := rooms.place(need):
             board.start(model, ways, LEAST_IMPORTANT)
@@ -261,8 +264,13 @@ class Plan:
         need, may_evict = board.claim_of(model.id), entry.ticket.purpose is not Purpose.PEEK
         claim = board.claims.get(model.id)
         overdue = claim is not None and claim.overdue(board.now_s, board.limits)
+        host_bytes = board.host_bytes_of(model.id)
         if need > board.largest_bytes:
             self._refuse_all(model.id, refusals.never_fits(board, model))
+        elif host_bytes and board.host is not None and host_bytes > board.host.capacity_bytes:
+            self._refuse_all(model.id, refusals.host_never_fits(model, board.host, host_bytes))
+        elif host_bytes and host_bytes > board.host_room():
+            self.contested |= rooms.total().keys()  # whoever went for it on an accelerator would go in vain
         elif need < min(self._hopeless_bytes.values()) and (ways := rooms.place(need)):
             self._start(model, ways, entry, ())
         elif not may_evict:

@@ -167,13 +167,17 @@ class Pool:
                 async with asyncio.timeout(TICK_S):
                     await self._someone_waits.wait()
                     await asyncio.sleep(WAITING_TICK_S)
+            # Whatever goes wrong in one: without ticks nobody who waits would ever be told that it was too long.
             try:
                 await self._read_devices()
             except GpubossError as error:
                 _log.warning("devices_unread", error=str(error))
-            except Exception:  # without ticks nobody who waits would ever be told that it was too long
+            except Exception:
                 _log.exception("devices_unread")
-            self._feed(events.Tick(time.monotonic()))
+            try:
+                self._feed(events.Tick(time.monotonic()))
+            except Exception:
+                _log.exception("tick_failed")
 
     async def _read_devices(self) -> None:
         asked_at_s = time.monotonic()

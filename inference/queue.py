@@ -170,12 +170,14 @@ class WaitingLine:
                 del self._clients[client]
         return entry
 
-    def rest(self, client_id: str) -> None:
-        """Nothing of the client has its turn from now on."""
+    def rest(self, client_id: str) -> set[str]:
+        """Nothing of the client has its turn from now on; the models it waits for."""
+        entries = [self._entries[ticket_id] for ticket_id in self._clients.get(client_id, ())]
         if client_id not in self._resting:
-            for ticket_id in self._clients.get(client_id, ()):
-                self._step_out(self._entries[ticket_id])
+            for entry in entries:
+                self._step_out(entry)
             self._resting.add(client_id)
+        return {entry.ticket.model_id for entry in entries}
 
     def wake(self, client_id: str) -> None:
         """What the client waits for may have its turn again."""
@@ -318,7 +320,10 @@ class WaitingLine:
         return sorted(risen_now.get(entry.seq, entry) for entry in self._entries.values())
 
     def _of_the_resting(self) -> list[Entry]:
-        return [self._entries[ticket_id] for client in self._resting for ticket_id in self._clients.get(client, ())]
+        few, many = sorted((self._resting, self._clients.keys()), key=len)
+        return sorted(
+            self._entries[ticket_id] for client in few if client in many for ticket_id in self._clients[client]
+        )
 
 
 def _submitted_at_s(entry: Entry) -> float:

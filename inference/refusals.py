@@ -11,6 +11,7 @@ from gpuboss.units import format_bytes
 from inference import errors, fault_refusals
 from inference.breaker import Open, Standing
 from inference.demand import Demand
+from inference.events import DeviceRoom
 from inference.model import Model
 from inference.placement import MARGIN_BYTES, largest
 from inference.queue import Entry
@@ -58,6 +59,15 @@ def never_fits(board: State, model: Model) -> errors.WillNeverFit:
         f"at most {format_bytes(largest(board.usable))} when empty: {devices}{margin}. "
         "Set a smaller `vram` in the model's manifest if the estimate is too large, use a smaller model or context, "
         "or change `devices` or `reserve` in model-boss.yaml"
+    )
+
+
+def host_never_fits(model: Model, host: DeviceRoom, host_bytes: int) -> errors.WillNeverFit:
+    """The layers that it keeps in host memory are larger than that is when empty."""
+    return errors.WillNeverFit(
+        f"model '{model.id}' needs {format_bytes(host_bytes)} of host memory beside the accelerator, but '{host.id}' "
+        f"can hold at most {format_bytes(host.capacity_bytes)} when empty. Raise `gpu_layers` in its manifest, or use "
+        "a smaller model"
     )
 
 

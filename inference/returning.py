@@ -27,6 +27,9 @@ def bring_back(board: Board, kept_loaded: Sequence[Model], contested: Collection
             continue  # another slot of it came back just now
         rooms = board.rooms()
         rooms.close(contested)
+        host_bytes = board.host_bytes_of(slot.model.id)
+        if host_bytes and host_bytes > board.host_room():
+            continue
         ways = rooms.place(board.claim_of(slot.model.id))
         if ways and slot.returns:
             board.bring_back(slot, ways)

@@ -46,7 +46,7 @@ class State:
         """Over which of them a model may be split."""
         self.largest_bytes = 0
         """The largest model they could hold when empty."""
-        self.host: str | None = None
+        self.host: DeviceRoom | None = None
         """Host memory where models are put on accelerators."""
         self.slots = Slots()
         self.line = WaitingLine(limits.aging_s)
@@ -54,6 +54,8 @@ class State:
         """Those of callers who left unserved."""
         self.resting: dict[str, float] = {}
         """Clients that rest between two requests, and until when."""
+        self.wakings: list[tuple[float, str]] = []
+        """The same as a heap; who rested once more is in it twice."""
         self.habits = Habits()
         """What was measured of every model."""
         self.breakers: dict[str, Breaker] = {}
@@ -87,6 +89,17 @@ class State:
         """A known model with what it claims now, which is more once it ran out of memory with its claim."""
         model, known = self.models[model_id], self.breakers.get(model_id)
         return raised(model) if known is not None and known.raise_claim else model
+
+    def host_bytes_of(self, model_id: str) -> int:
+        """What a known model keeps in host memory beside the accelerators; 0 where there is no such device."""
+        return self.as_raised(model_id).host_bytes if self.host is not None else 0
+
+    def host_room(self) -> int:
+        """Bytes of host memory beside the accelerators that are free, or on their way back."""
+        if self.host is None:
+            return 0
+        taken = sum(slot.shares.get(self.host.id, 0) for slot in self.slots.holders() if slot.state not in LEAVING)
+        return self.host.capacity_bytes - self.host.others_bytes - taken
 
     def breaker_state(self, model_id: str) -> breaker.State:
         """May the model's engine be started now?"""
@@ -141,7 +154,7 @@ class State:
         twin = type(self)(self.limits)
         for name in _SHARED:
             setattr(twin, name, getattr(self, name))
-        twin.resting = dict(self.resting)
+        twin.resting, twin.wakings = dict(self.resting), list(self.wakings)
         twin.slots, twin.line = self.slots.copy(), self.line.copy()
         twin.places, twin.habits = self.places.copy(), self.habits.copy()
         twin.breakers = deepcopy(self.breakers)

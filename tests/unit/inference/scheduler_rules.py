@@ -301,5 +301,9 @@ class Rules:
         if not board.shutting_down:
             Plan(board).run()
         self.must(not (again := board.take_actions()), f"6: after {event} a second plan decides {again}")
+        for claim in board.claims.values() if not board.shutting_down else ():
+            ready = any(slot.state is SlotState.READY for slot in board.slots.of(claim.model_id))
+            stands = claim.model_id in board.models and board.line.wants(claim.model_id) and not ready
+            self.must(stands, f"12: {claim} outlived its reason")
         if isinstance(event, events.Tick):
             self.must(not (again := self.scheduler.handle(event)), f"6: a second {event} decides {again}")

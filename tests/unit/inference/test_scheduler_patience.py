@@ -8,11 +8,14 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference import events
+from inference.errors import LoadFailed
 from inference.events import Ticket
+from inference.fault import Fault
 from inference.places import MOST_PLACES, KeptPlaces, Place
 from inference.queue import QueueLimits
 from tests.unit.inference.scheduler_bench import Bench
-from tests.unit.inference.scheduler_rules import a_model
+from tests.unit.inference.scheduler_rules import GIB, a_device, a_model
 
 A, B, C = a_model("a", 6), a_model("b", 6), a_model("c", 2)
 LIMITS = QueueLimits(load_grace_s=0.0, min_residency_s=0.0)
@@ -276,3 +279,113 @@ def test_a_client_that_rests_may_give_up_and_times_out_like_everybody():
     assert bench.abandoned("a2") == []
     assert bench.after(10.0) == ["refuse a3 QueueTimeout"]
     assert bench.scheduler.waiting_count == 0
+
+
+# -- claims end with their reason ------------------------------------------------------------------------------------
+
+
+def a_suffering_client(bench: Bench) -> None:
+    """`eve` leads those who wait for `b`, and was overtaken."""
+    bench.ask("b", client="eve")
+    bench.ask("a")
+    bench.now += 1.0
+    bench.served(bench.flying[0])
+
+
+def test_a_place_that_is_taken_where_the_model_is_ready_holds_nobody():
+    bench = a_busy_bench(replace(LIMITS, max_overtaken_s=5.0))
+    a_suffering_client(bench)
+    bench.abandoned("b2")
+    bench.served(bench.flying[0])
+    bench.ask("b")
+    bench.up("b")
+    bench.served(bench.flying[0])
+    bench.ask("b", client="eve")
+    bench.served(bench.flying[0])
+    bench.now += 100.0
+    for _ in range(3):
+        bench.ask("b")
+        assert bench.flying, "an idle, loaded model serves"
+        bench.served(bench.flying[0])
+
+
+def test_a_model_that_is_known_no_more_claims_nothing():
+    bench = a_busy_bench(replace(LIMITS, max_overtaken_s=5.0))
+    a_suffering_client(bench)
+    bench.abandoned("b2")
+    bench.ask("b", client="eve")
+    bench.now += 100.0
+    bench.tell(events.ModelsChanged(bench.now, {"a": A}))
+    bench.served(bench.flying[0])
+    assert bench.ask("a")[0].startswith("grant a")
+
+
+def test_a_client_that_rests_holds_nobodys_model():
+    bench = a_busy_bench(replace(LIMITS, max_overtaken_s=5.0))
+    a_suffering_client(bench)
+    bench.ask("c", client="eve", cooldown_s=60.0)
+    bench.up("c")
+    bench.served("c4")
+    bench.now += 30.0
+    bench.served(bench.flying[0])
+    for _ in range(3):
+        assert bench.ask("a")[0].startswith("grant a")
+        bench.served(bench.flying[0])
+
+
+def test_nobody_is_held_for_a_model_that_may_not_be_loaded_yet():
+    bench = a_busy_bench(replace(LIMITS, max_overtakes=0))
+    bench.tell(events.SlotFailed(bench.now, "b", LoadFailed("it crashed"), was_ready=False, fault=Fault.CRASH))
+    bench.scheduler._breaker_of("b").failed(Fault.CRASH, bench.now, "it crashed")
+    bench.ask("b")
+    bench.served("a1")
+    assert bench.ask("a") == ["grant a3"]
+
+
+def test_a_place_holds_in_its_class_alone():
+    bench = a_busy_bench()
+    bench.ask("a", client="eve", priority=50)
+    bench.abandoned("a2")
+    bench.now += 10.0
+    bench.ask("a")
+    bench.ask("a", client="eve")
+    assert bench.served("a1") == ["grant a3"]
+
+
+def test_a_place_that_is_only_kept_and_never_used_grows_too_old():
+    bench = a_busy_bench(replace(LIMITS, max_wait_s=20.0, keep_place_s=15.0))
+    last = "a2"
+    bench.ask("a", client="eve")
+    for number in range(3, 9):
+        bench.abandoned(last)
+        bench.now += 10.0
+        bench.ask("a", client="eve")
+        last = f"a{number}"
+    bench.abandoned(last)
+    bench.ask("a")
+    bench.ask("a", client="eve")
+    assert bench.served("a1") == ["grant a9"]
+
+
+# -- host memory beside an accelerator -------------------------------------------------------------------------------
+
+HOSTED = a_model("hosted", 6, host_bytes=4 * GIB)
+
+
+def test_nobody_goes_for_a_model_whose_host_memory_is_not_there():
+    devices = (a_device("d0", 10), a_device("cpu", 8, others=5, accelerator=False))
+    bench = Bench(A, HOSTED, devices=devices, limits=LIMITS)
+    bench.loaded("a")
+    assert bench.ask("hosted") == []
+    assert bench.state("a") == "ready"
+    freed = (a_device("d0", 10), a_device("cpu", 8, accelerator=False))
+    assert bench.tell(events.DevicesRead(bench.now, freed)) == ["start hosted", "drain a", "stop a"]
+    assert bench.starts["hosted"].options == ({"d0": 6 * GIB, "cpu": 4 * GIB},)
+
+
+def test_a_model_whose_host_memory_never_fits_is_refused_and_evicts_nobody():
+    bench = Bench(A, HOSTED, devices=(a_device("d0", 10), a_device("cpu", 3, accelerator=False)), limits=LIMITS)
+    bench.loaded("a")
+    assert bench.ask("hosted") == ["refuse hosted2 WillNeverFit"]
+    assert "gpu_layers" in bench.errors["hosted2"].message
+    assert bench.state("a") == "ready"
