@@ -23,6 +23,9 @@ BODY_LIMIT_BYTES = 4 << 20
 BODY_DEADLINE_S = 10.0
 """Seconds a body may take to arrive, plus one per MiB that came."""
 
+SLOWEST_READ_S = 30.0
+"""Seconds a caller may take until it reads on."""
+
 JSON_HEADER = (b"content-type", b"application/json")
 
 
@@ -119,9 +122,17 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, chunk: bytes) -> None:
-        """Send a piece of the body; waits while the caller reads too slowly."""
+        """Send a piece of the body; waits while the caller reads too slowly.
+
+        Raises:
+            CallerGone: it read nothing for `SLOWEST_READ_S`; an engine's place is not to be held by that.
+        """
         self._mid_event = not chunk.endswith(b"\n\n")
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        try:
+            async with asyncio.timeout(SLOWEST_READ_S):
+                await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except TimeoutError:
+            raise CallerGone from None
 
     async def end(self, chunk: bytes = b"") -> None:
         """Send the last piece of the body."""

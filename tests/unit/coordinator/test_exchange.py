@@ -152,3 +152,20 @@ def test_any_headers_pass_or_are_refused(headers: list[tuple[bytes, bytes]], met
         return
     names = dict(headers)
     assert b"k" in names[b"authorization"] if key else b"host" in names
+
+
+class Stuck(Server):
+    """Its caller reads nothing."""
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+
+async def test_a_caller_that_reads_nothing_more_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "SLOWEST_READ_S", 0.02)
+    subject = Stuck().exchange()
+    await subject.begin(200, [], events=True)
+    with pytest.raises(CallerGone):
+        await subject.write(b"data: {}\n\n")
