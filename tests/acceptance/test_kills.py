@@ -120,8 +120,15 @@ def without_adopted(
     for model in ready:
         assert adopted.get(model) == before[model]["pid"], f"{model} was ready, and is not adopted: {adopted}"
     tally.adopted += len(adopted)
-    shims = {process.ppid() for process in below if process.pid in adopted.values()}
+    shims = {parent for process in below if process.pid in adopted.values() and (parent := parent_of(process))}
     return [process for process in below if process.pid not in shims | set(adopted.values())]
+
+
+def parent_of(process: psutil.Process) -> int | None:
+    """None for one that has just ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.ppid()
+    return None
 
 
 @pytest.mark.parametrize("target", ["engine", "shim"])
