@@ -1,13 +1,14 @@
 """Keeps forecasts of everybody's turn at hand while somebody waits.
 
 Owned by `pool.py`, whose progress reports and refusals state them; calls `forecast.py`. A forecast takes the processor
-for milliseconds, so it is made in slices between other work, at most once a second, and only for queues that do not
-clear by themselves in a moment.
+from engines that may need it, so it is made in slices between other work, only while somebody wants to know, and only
+for queues that do not clear by themselves in a moment.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping
 
@@ -20,12 +21,16 @@ __all__ = ["Forecaster"]
 
 EVERY_S = 1.0
 """Between the beginnings of two forecasts."""
+WANTED_S = 5.0
+"""How long the last question counts; a waiting stream asks every second."""
+LATE = 0.8
+"""Part of `max_wait_s` after which somebody will soon be told to come back, and when."""
 WORTH_IT_S = 0.5
 """Nobody asks how long it will take before somebody has waited for so long."""
-_SLICE_STEPS = 16
-"""Some milliseconds."""
-_PAUSE_S = 0.012
-"""So a forecast takes a fifth of a processor while it is made."""
+_SLICE_STEPS = 8
+"""A millisecond or two."""
+_PAUSE_S = 0.03
+"""So a forecast takes a twentieth of a processor while it is made."""
 
 _log = structlog.get_logger(__name__)
 
@@ -36,9 +41,11 @@ class Forecaster:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._turns_s: Mapping[str, float] = {}
+        self._asked_at_s = -math.inf
 
     def eta_s(self, ticket_id: str) -> float | None:
         """Seconds until the waiting ticket's turn; None where there is no forecast for it."""
+        self._asked_at_s = time.monotonic()
         turn_s = self._turns_s.get(ticket_id)
         return None if turn_s is None else max(0.0, turn_s - time.monotonic())
 
@@ -61,5 +68,9 @@ class Forecaster:
         return forecast.turns_s
 
     def _is_worth_it(self, now_s: float) -> bool:
-        first_s = self._scheduler.board.line.oldest_s
-        return first_s is not None and now_s - first_s >= WORTH_IT_S
+        board = self._scheduler.board
+        if board.line.oldest_s is None:
+            return False
+        waited_s = now_s - board.line.oldest_s
+        wanted = now_s - self._asked_at_s < WANTED_S or waited_s >= LATE * board.limits.max_wait_s
+        return wanted and waited_s >= WORTH_IT_S

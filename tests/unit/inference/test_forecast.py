@@ -173,6 +173,7 @@ async def test_a_forecaster_looks_ahead_once_somebody_has_waited_and_survives_a_
     for _ in range(2):
         bench.tell(events.Arrived(bench.now, Ticket(f"w{_}", "a", 10, bench.now, purpose=Purpose.INFER)))
     looked = Forecaster(bench.scheduler)
+    assert looked.eta_s("w1") is None, "nobody had asked"
     faults = iter([RuntimeError("nobody foresaw this")])
     real_copy = bench.scheduler.copy
 
