@@ -55,6 +55,8 @@ SETTLE_S = 30.0
 """How long the node's books may refuse what the store granted before the lease is given up."""
 EXPIRED = "expired"
 """The ledger's reason for the end of a lease that was not renewed."""
+FAREWELL_S = 2.0
+"""How long those who wait may take to leave the queue when the broker ends; then it is left to the keeper."""
 _AGAIN_S = 0.2
 _OTHER_ID = "give it back first, or ask by another request_id"
 
@@ -276,10 +278,15 @@ class LeaseDesk:
 
     async def close(self) -> None:
         """Leave the queue for everybody who waits. What is held stays held."""
+        running = [errand.task for errand in self._errands.values() if errand.task is not None]
         for errand in list(self._errands.values()):
-            await self._drop(errand)
-        while self._ending:
-            await asyncio.wait(self._ending)
+            self._drop_soon(errand)
+        if leaving := {*running, *self._ending}:
+            _, late = await asyncio.wait(leaving, timeout=FAREWELL_S)
+            for task in late:
+                task.cancel()
+        while left := {task for task in running if not task.done()} | self._ending:
+            await asyncio.wait(left)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -359,17 +366,15 @@ class LeaseDesk:
         try:
             await self._obtain(errand)
         except (errors.GpubossError, LeaseOver) as error:
-            await self._undo(errand)
-            told = LeaseOver(error.message) if isinstance(error, errors.StaleFence) else error
-            errand.fail(told)
+            await self._fail(errand, LeaseOver(error.message) if isinstance(error, errors.StaleFence) else error)
         except asyncio.CancelledError:
-            await self._undo(errand)
-            errand.fail(LeaseOver(f"lease {errand.id} was given up: nobody came back for it, or it was given back"))
+            why = f"lease {errand.id} was given up: nobody came back for it, or it was given back"
+            await self._fail(errand, LeaseOver(why))
             raise
         except Exception as error:
             _log.exception("lease_fault", lease=errand.id)
-            await self._undo(errand)
-            errand.fail(errors.GpubossError(f"lease {errand.id} failed by an error of Model Boss itself: {error!r}"))
+            why = f"lease {errand.id} failed by an error of Model Boss itself: {error!r}"
+            await self._fail(errand, errors.GpubossError(why))
 
     async def _obtain(self, errand: _Errand) -> None:
         wish = errand.wish
@@ -432,6 +437,13 @@ class LeaseDesk:
             await asyncio.sleep(_AGAIN_S)
             if lease.ttl_s is not None:
                 lease = await self._ledger.renew(lease)
+
+    async def _fail(self, errand: _Errand, error: errors.GpubossError | LeaseOver) -> None:
+        """Nothing is left of it; who waits is told so, also when a broker that ends cannot wait for the store."""
+        try:
+            await self._undo(errand)
+        finally:
+            errand.fail(error)
 
     async def _undo(self, errand: _Errand) -> None:
         """Nothing is left of it."""

@@ -156,7 +156,7 @@ class Client(LeaseCalls):
             raise
         if reply["state"] == LeaseState.ACTIVE:
             # Its holder was seen in the node's books. If it has gone from there, the keeper frees the lease.
-            await self._link.sweep()
+            await self._let_settle()
 
     def abandon(self, lease_id: str) -> None:
         """As `cancel`, without waiting for it to be done."""
@@ -321,7 +321,7 @@ class Client(LeaseCalls):
             _log.warning("lease %s of %s is freed by the keeper: %s", lease.id, lease.holder, error)
             return
         if self.must_settle(lease.shares):
-            await self._link.sweep()
+            await self._let_settle()
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -385,10 +385,7 @@ class Client(LeaseCalls):
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self._serving = None
-        for request_id in self._room.open_requests():
-            with contextlib.suppress(errors.GpubossError):
-                await self._store.call(Script.CANCEL, {"id": request_id}, within_s=_FAREWELL_S)
-            self._room.leave(request_id)
+        await asyncio.gather(*map(self._bid_farewell, self._room.open_requests()))
         await self._link.close()
         await self._store.close()
         with contextlib.suppress(RuntimeError):  # closed before
@@ -417,6 +414,17 @@ class Client(LeaseCalls):
     def _hurry(self) -> None:
         self._store.hurry()
         self._lookout.hurry()
+
+    async def _bid_farewell(self, request_id: str) -> None:
+        with contextlib.suppress(errors.GpubossError):
+            await self._store.call(Script.CANCEL, {"id": request_id}, within_s=_FAREWELL_S)
+        self._room.leave(request_id)
+
+    async def _let_settle(self) -> None:
+        """Have the keeper read the devices; one that does not answer, for its store does not, will do so later."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SETTLE_S):
+                await self._link.sweep()
 
     def _forget(self, lease_id: str) -> Asking | None:
         self._lookout.forget(lease_id)

@@ -35,7 +35,7 @@ from inference.inquest import Inquest
 from inference.launch_order import launch_order
 from inference.lease_terms import LeaseTerms
 from inference.ledger import Ledger
-from inference.left_row import wait_row_gone
+from inference.left_row import LeftRow
 from inference.legacy import Legacy
 from inference.load_progress import LoadProgress
 from inference.model import Model
@@ -95,6 +95,7 @@ class EngineRun:
         self._grace_s = grace_s
         self._stall_s = stall_s
         self._terms = LeaseTerms(ledger, slot_id)
+        self._left = LeftRow(ledger)
         self._legacy = Legacy(ledger.state, slot_id, model.id, orphan_grace_s)
         self._shim: Shim | None = None
         self._next: asyncio.Task[Report] | None = None
@@ -321,6 +322,10 @@ class EngineRun:
 
     # -- 5 ---------------------------------------------------------------------------------------------------------
 
+    def hurry(self) -> None:
+        """The broker ends: leave to the keeper what only the keeper can end."""
+        self._left.hurry()
+
     async def end(self) -> None:
         """Give back what is held, in order. Takes as long as it takes for the processes to be dead."""
         if self.client is not None:
@@ -350,9 +355,11 @@ class EngineRun:
         while self._over is None and self._launched:
             await self._report()
         if isinstance(self._over, Lost):
-            await wait_row_gone(self._ledger, self.lease.id)
+            await self._left.wait_gone(self.lease.id)
 
     async def _give_back(self, lease: Lease, *, used: bool) -> None:
+        if self._left.given_up:
+            return
         try:
             await (self._ledger.release(lease) if used else self._ledger.cancel(lease))
         except ledger_errors.StaleFence:

@@ -40,6 +40,8 @@ LOOK_S = 2.0
 """Between two looks."""
 FREE_AGAIN_S = 10.0
 """Before a program that was asked to free its memory, and still has notice, is asked again."""
+FAREWELL_S = 2.0
+"""How long leaving the ledger's queue may take; then it is left to be done when the store answers."""
 LEAST_BYTES = 1 << 20
 """A lease has at least so much of each of its devices."""
 
@@ -290,7 +292,10 @@ class External:
         asking = self._asking
         if asking is not None:
             asking.cancel()
-            await asyncio.wait({asking})
+            _, late = await asyncio.wait({asking}, timeout=FAREWELL_S)
+            if late:
+                asking.cancel()
+                await asyncio.wait({asking})
 
     def _trouble(self, what: str) -> None:
         if what != self.problem:

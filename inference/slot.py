@@ -255,9 +255,11 @@ class Slot:
             await asyncio.shield(self._task)
 
     async def close(self) -> None:
-        """Stop, whatever the state, and wait until nothing is left."""
+        """Stop, whatever the state, and wait until nothing is left, or only what is the keeper's to end."""
         if SlotState.STOPPING in TRANSITIONS[self.state]:
             self.stop("the broker shuts down")
+        if self._run is not None:
+            self._run.hurry()
         await self.wait_over()
 
     # -- one life --------------------------------------------------------------------------------------------------

@@ -111,6 +111,21 @@ async def test_a_stopped_store_delays_and_is_caught_up_with(ledger: LedgerUnderT
         holder.end()
 
 
+async def test_close_says_farewell_for_all_at_once_to_a_store_that_hangs(ledger: LedgerUnderTest) -> None:
+    client = await Client.connect(ledger.settings, name="test")
+    for _ in range(8):
+        await client.acquire(ask(60 * MIB))
+    store = ledger.store_pid
+    os.kill(store, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(6):  # one after the other they would take longer
+            await client.close()
+    finally:
+        os.kill(store, signal.SIGCONT)
+    async with await Client.connect(ledger.settings, name="next") as after:
+        await after.snapshot()
+
+
 async def test_a_long_outage_is_said_and_what_was_asked_is_taken_back(ledger: LedgerUnderTest) -> None:
     hasty = replace(ledger.settings, timings=replace(ledger.settings.timings, renew_deadline_s=1.2))
     async with await Client.connect(hasty, name="test") as client:

@@ -268,6 +268,40 @@ async def test_a_lease_waits_for_room_and_is_given_up_when_the_program_ends(worl
     await ledger.cancel(job)
 
 
+async def test_an_end_of_the_broker_does_not_wait_for_a_store_that_hangs(
+    world: World, neighbour: Neighbour, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external, "FAREWELL_S", 0.1)
+    ledger = await world.client()
+    job = await ledger.acquire(a_job(DEVICE - 100 * MIB))
+    externals = await world.watch(neighbour.spec, ledger)
+
+    async def states() -> list[LeaseState]:
+        return [lease.state for lease in (await ledger.snapshot()).leases]
+
+    async def queued() -> bool:
+        return (await states())[1:] == [LeaseState.QUEUED]
+
+    await until(queued, "its lease to be queued")
+    keeper = psutil.Process(ledger._link.welcome.pid)
+    [store] = [child for child in keeper.children() if "valkey" in child.name() or "redis" in child.name()]
+    given_up: list[str] = []
+    abandon = ledger.abandon
+    monkeypatch.setattr(ledger, "abandon", lambda lease_id: (given_up.append(lease_id), abandon(lease_id)))
+    store.suspend()
+    try:
+        await externals.shutdown()
+        assert len(given_up) == 1
+    finally:
+        store.resume()
+
+    async def alone() -> bool:
+        return len(await states()) == 1
+
+    await until(alone, "its lease to be given up once the store answers")
+    await ledger.cancel(job)
+
+
 async def test_where_nobody_measures_the_programs_word_is_taken(
     tmp_dir: Path, neighbour: Neighbour, monkeypatch: pytest.MonkeyPatch
 ) -> None:

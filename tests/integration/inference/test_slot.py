@@ -16,8 +16,9 @@ import uvloop
 from gpuboss.client import Client, LedgerSettings
 from gpuboss.devices import parse_devices
 from gpuboss.leases import LeaseState
+from gpuboss.ledger_file import Transaction, open_file
 from gpuboss.settings import Timings
-from inference import events
+from inference import events, left_row
 from inference.errors import EngineDied, LoadFailed, WillNeverFit
 from inference.slot_state import SlotState
 from tests.integration.inference.slot_kit import OPTIONS, SHARE, Rig, post, shim_of, stream
@@ -100,6 +101,30 @@ async def test_a_shim_that_is_killed_takes_its_engine_along_and_the_keeper_clear
     assert not _lives(engine)
     rig.events.clear()
     await rig.start(slot)
+
+
+async def test_books_that_cannot_be_written_do_not_keep_a_broker_from_its_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk: neither the shim nor the keeper can take the row out, and the keeper frees the lease later."""
+    monkeypatch.setattr(left_row, "LAST_WAIT_S", 0.2)
+    slot = await rig.ready("robin")
+    engine, books = slot.pid, str(rig.ledger.state.ledger_path)
+    assert engine is not None
+    with contextlib.closing(open_file(books)) as connection, Transaction(connection, books):
+        os.kill(shim_of(slot), signal.SIGKILL)
+        await until(lambda: rig.told(events.LeaseLost, slot), "the loss of the shim to be noticed")
+        assert not rig.told(events.SlotFailed, slot)
+        await slot.close()
+        assert rig.told(events.SlotGone, slot)
+        assert [row.holder for row in rig.rows()] == ["slot:robin"]
+        await until(lambda: not _lives(engine), "the engine to be dead")
+    await until(lambda: not rig.rows(), "the keeper to take the row out")
+    await until(lambda: _is_free(rig), "the keeper to free the lease")
+
+
+async def _is_free(rig: Rig) -> bool:
+    return await rig.leases() == []
 
 
 async def test_kills_at_any_moment_of_a_load_leave_nothing(rig: Rig) -> None:

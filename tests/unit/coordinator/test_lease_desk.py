@@ -43,6 +43,11 @@ class PlayedLedger:
         self.leases: dict[str, Lease] = {}
         self.renewed = 0
         self.on_activate: Callable[[], object] = bool
+        self.answers = asyncio.Event()
+        """Whether the store answers who gives something up."""
+        self.answers.set()
+        self.left_for_later: list[str] = []
+        """Given up by who could not wait for the store."""
 
     def state_of(self, lease: Lease) -> LeaseState:
         return self.leases[lease.id].state
@@ -80,6 +85,11 @@ class PlayedLedger:
         raise StaleFence("it was granted this moment")
 
     async def cancel(self, lease: Lease) -> None:
+        try:
+            await self.answers.wait()
+        except asyncio.CancelledError:
+            self.left_for_later.append(lease.id)
+            raise
         self._now(lease, LeaseState.CANCELLED)
 
     async def release(self, lease: Lease) -> None:
@@ -222,6 +232,21 @@ async def test_an_end_of_the_broker_leaves_the_queue_and_keeps_what_is_held(
         await waiting
     assert ledger.state_of(held) is LeaseState.ACTIVE
     assert ledger.leases["http-waits"].state is LeaseState.CANCELLED
+
+
+async def test_an_end_of_the_broker_does_not_wait_for_a_store_that_hangs(
+    desk: LeaseDesk, ledger: PlayedLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_desk, "FAREWELL_S", 0.05)
+    ledger.grants.clear()
+    waiting = [asyncio.create_task(desk.ask(a_wish(request_id=name))) for name in ("one", "two")]
+    await until(lambda: len(ledger.leases) == 2, "both leases to be asked for")
+    ledger.answers.clear()
+    await desk.close()
+    assert sorted(ledger.left_for_later) == ["http-one", "http-two"]
+    for caller in waiting:
+        with pytest.raises(errors.LeaseOver):
+            await caller
 
 
 # -- a process that runs already ----------------------------------------------------------------------------------

@@ -61,6 +61,11 @@ class MemoryLedger:
         self.callbacks: dict[str, Callable[[Lease], None]] = {}
         """Who is told of notices, by lease."""
         self.sweeps = 0
+        self.buries = True
+        """Whether its keeper can write the books."""
+        self.answers = asyncio.Event()
+        """Whether its keeper answers who asks for a sweep."""
+        self.answers.set()
 
     async def acquire(self, request: LeaseRequest, *, order: int | None = None) -> Lease:
         self.requests.append(request)
@@ -109,6 +114,9 @@ class MemoryLedger:
     async def sweep(self) -> None:
         """As the keeper does: what a dead shim left is dead, so its row goes."""
         self.sweeps += 1
+        await self.answers.wait()
+        if not self.buries:
+            return
         with NodeLedger(self.state.ledger_path) as books:
             for row in books.rows():
                 books.remove(row.lease_id, row.epoch, row.seq)

@@ -11,7 +11,7 @@ import pytest
 
 from gpuboss import errors as ledger_errors
 from gpuboss.leases import LeaseState, Notice
-from inference import events, lease_terms
+from inference import events, lease_terms, left_row
 from inference.errors import EngineDied, IllegalTransition, LoadFailed, WillNeverFit
 from inference.process import EndReason, Exited, LaunchOrder, Lost, Wedged
 from inference.slot import STORY_LENGTH
@@ -154,6 +154,31 @@ async def test_a_lost_shim_is_cleared_up_by_the_keeper_before_the_lease_is_relea
     assert world.ledger.sweeps >= 1
     assert world.ledger.rows() == []
     assert [type(event) for event in world.events[-2:]] == [events.LeaseLost, events.SlotFailed]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_row_that_cannot_be_taken_out_is_waited_for_but_not_by_a_broker_that_ends(
+    world: World, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """As on a full disk, or where the store keeps the keeper from answering."""
+    monkeypatch.setattr(left_row, "SWEEP_S", 0.01)
+    monkeypatch.setattr(left_row, "LAST_WAIT_S", 0.05)
+    world.ledger.buries = False
+    if not answers:
+        world.ledger.answers.clear()
+    await ready(world)
+    [request] = world.ledger.requests
+    world.ledger.enter(request.request_id)
+    world.slot.stop("drained")
+    world.shim.obeys = False
+    world.shim.say(Lost(1))
+    await until(lambda: world.ledger.sweeps > 2, "the keeper to be asked again and again")
+    assert not world.told(events.SlotGone)
+    await world.slot.close()
+    assert isinstance(await ended(world), events.SlotGone)
+    assert [row.lease_id for row in world.ledger.rows()] == [request.request_id]
+    assert world.ledger.given_back == [], "what stands in the books is in use: its lease is not ours to release"
+    world.ledger.given_back.append(("keeper", request.request_id))
 
 
 async def test_an_engine_that_dies_while_it_drains_fails_the_slot(world: World) -> None:
