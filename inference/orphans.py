@@ -6,11 +6,14 @@ hold the engine's key and what proves a broker to the shim.
 
 A file that is found is one of these:
 
-1. not ours, or open to others: nobody can have written it but by mistake; it is left alone, and said
+1. not ours (by its name, its kind or its owner), or open to others: nobody can have written it but by mistake; it is
+   left alone, and said
 2. what a shim was killed over while it wrote it, something that cannot be understood, or a dead shim's: it is deleted,
-   and so are the sockets it names
+   and so are those sockets it names that stand where ours do
 3. its shim cannot be seen from here (another pid namespace), or its broker lives: it is nobody's to adopt
 4. an orphan
+
+No file is trusted beyond that: whatever one holds, the others are read.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,16 +31,23 @@ from typing import Any
 import psutil
 import structlog
 
+from gpuboss.errors import StateDirError
 from gpuboss.identity import Liveness, ProcessIdentity
 from gpuboss.leases import Fence, Lease, Shares
 from gpuboss.state_dir import StateDir
-from gpuboss.wire import process_from_wire, process_to_wire
+from gpuboss.wire import process_to_wire
 from inference.takeover import SPOKEN, Address
 
 __all__ = ["Foreigner", "Orphan", "Past", "door_for", "file_for", "find", "forget", "told_of"]
 
 _FOLDER = "orphans"
 _LARGEST = 64 << 10
+_NAME = re.compile(r"[\w-]+\.json(?:\.(?P<writer>[1-9][0-9]{0,8}))?", re.ASCII)
+"""A lease's file; with a pid, the draft of one."""
+_MOST_PID = 2**31 - 1
+_MOST = 2**63 - 1
+"""Of any other whole number: what the ledger's books can hold."""
+_LONGEST_LOAD_S = 1e9
 
 _log = structlog.get_logger(__name__)
 
@@ -81,7 +92,7 @@ class Foreigner:
 
     shim: ProcessIdentity
     protocol: object
-    """What it speaks, in its own words."""
+    """What it speaks: a number, or whatever word it has for it."""
 
 
 def folder(state: StateDir) -> Path:
@@ -131,7 +142,7 @@ def find(state: StateDir) -> list[Orphan | Foreigner]:
     try:
         place = folder(state)
         if _is_private(place.stat(), stat.S_ISDIR):
-            return list(_find_in(place))
+            return list(_find_in(state, place))
         problem = "it must be our own, with mode 0700"  # 1
     except OSError as error:
         problem = str(error)
@@ -139,17 +150,19 @@ def find(state: StateDir) -> list[Orphan | Foreigner]:
     return []
 
 
-def _find_in(place: Path) -> Iterator[Orphan | Foreigner]:
+def _find_in(state: StateDir, place: Path) -> Iterator[Orphan | Foreigner]:
     for file in sorted(place.iterdir()):
-        if file.suffix != ".json" and psutil.pid_exists(int(file.suffix[1:] or 0)):
+        name = _NAME.fullmatch(file.name)
+        if name is not None and name["writer"] and psutil.pid_exists(int(name["writer"])):
             continue  # it is being written
-        text = _read(file)
+        text = _read(file) if name is not None else None
         if text is None:  # 1
-            _log.warning("orphan_unread", path=str(file), problem="it must be our own, with mode 0600")
+            problem = "it must be a file of our own, with mode 0600 and the name of a lease"
+            _log.warning("orphan_unread", path=str(file), problem=problem)
             continue
         found = _understand(file, text)
         if found is None or found.shim.is_alive() is Liveness.DEAD:  # 2
-            _clear(file, found)
+            _clear(state, file, found)
         elif found.shim.is_alive() is Liveness.UNKNOWN or _has_broker(found):  # 3
             _log.info("not_an_orphan", path=str(file), shim=found.shim.pid)
         else:
@@ -159,12 +172,12 @@ def _find_in(place: Path) -> Iterator[Orphan | Foreigner]:
 def _understand(file: Path, text: str) -> Orphan | Foreigner | None:
     try:
         record = json.loads(text)
-        shim, protocol = process_from_wire(record["shim"]), record["protocol"]
+        shim, protocol = _process(record["shim"]), record["protocol"]
         if protocol not in SPOKEN:
-            return Foreigner(shim, protocol)
-        address = Address(shim, Path(record["socket"]), record["secret"], protocol)
-        return Orphan(address, _past(record["told"]), process_from_wire(record["engine"]).pid)
-    except (ValueError, KeyError, TypeError) as error:
+            return Foreigner(shim, protocol if protocol is None or type(protocol) is int else _word(protocol))
+        address = Address(shim, _path(record["socket"]), _word(record["secret"]), protocol)
+        return Orphan(address, _past(record["told"]), _process(record["engine"]).pid)
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         _log.warning("orphan_unread", path=str(file), problem=repr(error))
         return None
 
@@ -177,24 +190,73 @@ def _has_broker(found: Orphan | Foreigner) -> bool:
 def _past(told: Mapping[str, Any]) -> Past:
     lease = told["lease"]
     return Past(
-        slot_id=told["slot"],
-        model_id=told["model"],
-        fingerprint=told["fingerprint"],
-        broker=process_from_wire(told["broker"]),
-        socket=Path(told["socket"]),
-        api_key=told["api_key"],
-        lease_id=lease["id"],
-        fence=Fence(lease["epoch"], lease["seq"]),
-        shares=lease["shares"],
-        load_s=told["load_s"],
+        slot_id=_word(told["slot"]),
+        model_id=_word(told["model"]),
+        fingerprint=_word(told["fingerprint"]),
+        broker=_process(told["broker"]),
+        socket=_path(told["socket"]),
+        api_key=_word(told["api_key"]),
+        lease_id=_word(lease["id"]),
+        fence=Fence(_whole(lease["epoch"]), _whole(lease["seq"])),
+        shares={_word(device): _whole(share) for device, share in dict(lease["shares"]).items()},
+        load_s=_seconds(told["load_s"]),
     )
 
 
-def _clear(file: Path, found: Orphan | Foreigner | None) -> None:
+# -- one value of a file; the errors do not repeat it, for it may be a key --------------------------------------------
+
+
+def _process(wire: Mapping[str, Any]) -> ProcessIdentity:
+    return ProcessIdentity(
+        boot_id=_word(wire["boot_id"]),
+        pid=_whole(wire["pid"], least=1, most=_MOST_PID),
+        pid_namespace=_whole(wire["pid_namespace"]),
+        start_ticks=_whole(wire["start_ticks"]),
+    )
+
+
+def _word(value: object) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError("text is missing, or cannot be printed")
+    return value
+
+
+def _path(value: object) -> Path:
+    if not isinstance(value, str) or b"\0" in os.fsencode(value) or not value.startswith("/"):
+        raise ValueError("a path is none")
+    return Path(value)
+
+
+def _whole(value: object, *, least: int = 0, most: int = _MOST) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"a number is none from {least} to {most}")
+    return value
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST_LOAD_S:
+        raise ValueError(f"a time is none from 0 to {_LONGEST_LOAD_S:.0f} s")
+    return float(value)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _clear(state: StateDir, file: Path, found: Orphan | Foreigner | None) -> None:
     sockets = [found.address.socket, found.past.socket] if isinstance(found, Orphan) else []
-    for path in (file, *sockets):
+    for path in (file, *(socket for socket in sockets if _is_own_socket(state, socket))):
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _is_own_socket(state: StateDir, path: Path) -> bool:
+    """Whether it is a shim's or an engine's, and stands where this state directory has the socket of that name."""
+    if not path.name.startswith(("shim-", "engine-")):
+        return False
+    try:
+        return stat.S_ISSOCK(path.lstat().st_mode) and path == state.socket_path(path.stem)
+    except (OSError, StateDirError):
+        return False
 
 
 def _read(file: Path) -> str | None:
@@ -205,10 +267,14 @@ def _read(file: Path) -> str | None:
         return ""
     except OSError:
         return None
-    with os.fdopen(handle, encoding="utf-8", errors="replace") as opened:
+    try:
         if not _is_private(os.fstat(handle), stat.S_ISREG):
             return None
-        return opened.read(_LARGEST)
+        return os.read(handle, _LARGEST).decode(errors="replace")
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
 
 
 def _is_private(status: os.stat_result, is_kind: Any) -> bool:

@@ -1,7 +1,7 @@
 """`GET /api/v1/trace`: the broker's requests as they end, in the format of a trace, for as long as somebody listens.
 
 Called through FastAPI by `model-boss trace`; listens to `inference/simulation/recorder.py`. Never ends by itself but
-with the broker.
+with the broker. As many may listen at once as the recorder allows; the next is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from coordinator.broker import Broker
 from gpuboss.identity import ProcessIdentity
@@ -20,6 +21,7 @@ from gpuboss.leases import Snapshot
 from inference import readings
 from inference.events import DeviceRoom
 from inference.pool import Pool
+from inference.simulation.recorder import Listener
 from inference.simulation.trace import Trace, TraceModel
 from inference.simulation.trace_lines import header_line, learned_line
 
@@ -40,27 +42,38 @@ def routes(broker: Broker) -> APIRouter:
         """Every request from now on, when its end is known: JSON lines, the devices and models first."""
         pool = broker.pool
         rooms = _rooms(await pool.devices())
-        return StreamingResponse(_told(broker, pool, rooms, names=names), media_type="application/x-ndjson")
+        listener = pool.recorder.listen(time.monotonic(), names=names)  # here: it may be refused, which has a status
+        return _Recording(listener, _told(broker, pool, rooms, listener))
 
     return router
 
 
-async def _told(broker: Broker, pool: Pool, rooms: tuple[DeviceRoom, ...], *, names: bool) -> AsyncIterator[bytes]:
-    listener = pool.recorder.listen(time.monotonic(), names=names)
-    try:
-        known = _models(pool)
-        yield header_line(Trace(devices=rooms, models=tuple(known.values()), limits=pool.recorder.limits))
-        silent_s = 0.0
-        while not broker.stopping:
-            lines = await listener.lines(LOOK_S)
-            silent_s = 0.0 if lines else silent_s + LOOK_S
-            if lines:
-                yield _learned(known, _models(pool)) + lines
-            elif silent_s >= ALIVE_S:
-                silent_s = 0.0
-                yield b"\n"
-    finally:
-        listener.close()
+class _Recording(StreamingResponse):
+    """Gives up the listener's place however it ends, also for one who leaves before the first line is made."""
+
+    def __init__(self, listener: Listener, lines: AsyncIterator[bytes]) -> None:
+        super().__init__(lines, media_type="application/x-ndjson")
+        self._listener = listener
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._listener.close()
+
+
+async def _told(broker: Broker, pool: Pool, rooms: tuple[DeviceRoom, ...], listener: Listener) -> AsyncIterator[bytes]:
+    known = _models(pool)
+    yield header_line(Trace(devices=rooms, models=tuple(known.values()), limits=pool.recorder.limits))
+    silent_s = 0.0
+    while not broker.stopping:
+        lines = await listener.lines(LOOK_S)
+        silent_s = 0.0 if lines else silent_s + LOOK_S
+        if lines:
+            yield _learned(known, _models(pool)) + lines
+        elif silent_s >= ALIVE_S:
+            silent_s = 0.0
+            yield b"\n"
 
 
 def _rooms(snapshot: Snapshot) -> tuple[DeviceRoom, ...]:

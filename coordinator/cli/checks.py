@@ -194,7 +194,7 @@ def _is_broker(settings: Settings) -> bool:
     try:
         connection.request("GET", "/health")
         answer = json.loads(connection.getresponse().read())
-    except (OSError, ValueError, http.client.HTTPException):
+    except (OSError, ValueError, RecursionError, http.client.HTTPException):
         return False
     finally:
         connection.close()

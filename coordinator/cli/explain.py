@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from coordinator.cli.link import ConfigOption, JsonOption, UrlOption, connect
-from coordinator.cli.output import ExitCode, about, print_json, print_table
+from coordinator.cli.output import ExitCode, about, print_json, print_table, say
 from coordinator.cli.status import ModelArgument
 from gpuboss.units import format_bytes
 
@@ -34,27 +34,30 @@ def explain(
 
     Nothing is loaded, evicted or queued by asking. Exit status 1 when the request would be refused.
     """
-    told = connect(url, config).look("/api/v1/explain", model=model, priority=priority)
-    if json:
-        print_json(told)
-    else:
-        _print(told)
-    if told["verdict"] == "refused":
+    link = connect(url, config)
+    with link.reading():
+        told = link.look("/api/v1/explain", model=model, priority=priority)
+        refused = told["verdict"] == "refused"
+        if json:
+            print_json(told)
+        else:
+            _print(told)
+    if refused:
         raise typer.Exit(ExitCode.FAILED)
 
 
 def _print(told: dict[str, Any]) -> None:
     words, colour = _VERDICTS.get(told["verdict"], (told["verdict"], None))
-    typer.echo(f"{told['model']} (class {told['priority']}, needs {format_bytes(told['need_bytes'])}): ", nl=False)
-    typer.secho(words, fg=colour)
+    say(f"{told['model']} (class {told['priority']}, needs {format_bytes(told['need_bytes'])}): ", nl=False)
+    say(words, fg=colour)
     if told["refusal"]:
-        typer.echo(f"  {told['refusal']}")
+        say(f"  {told['refusal']}")
     if told["position"]:
         eta = f", {about(told['eta_s'])}" if told["eta_s"] is not None else ""
-        typer.echo(f"  place {told['position']} of {told['waiting']} in the queue{eta}")
+        say(f"  place {told['position']} of {told['waiting']} in the queue{eta}")
     for option in told["options"][:1]:
         where = ", ".join(f"{format_bytes(size)} on {device}" for device, size in option.items())
-        typer.echo(f"  goes to: {where}")
+        say(f"  goes to: {where}")
     if told["victims"]:
         columns = ("would go", ">frees", "class", ">in flight", ">idle s", ">reload s")
         print_table(columns, map(_victim_row, told["victims"]))

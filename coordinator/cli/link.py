@@ -9,6 +9,8 @@ import http.client
 import json
 import os
 import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -86,7 +88,8 @@ class Link:
 
     def get(self, path: str, **query: object) -> Any:
         """GET, as JSON. Raises LinkError."""
-        return self._ask("GET", f"{path}?{urllib.parse.urlencode(query)}" if query else path, _TIMEOUT_S)
+        asked = urllib.parse.urlencode(query, errors="surrogateescape")
+        return self._ask("GET", f"{path}?{asked}" if query else path, _TIMEOUT_S)
 
     def post(self, path: str) -> Any:
         """POST without a body and without a time limit: loading takes as long as it takes. Raises LinkError."""
@@ -99,12 +102,28 @@ class Link:
         except LinkError as error:
             error.end()
 
-    def _ask(self, method: str, path: str, timeout_s: float | None) -> Any:
-        connection = self._connection(timeout_s)
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around what shows answers: where they are not as ours are, somebody else gave them, and the command ends."""
         try:
-            headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+            what = f"an answer has no {error}" if isinstance(error, KeyError) else str(error)
+            NoBroker(f"what answers at {self.url} is not Model Boss, or another version of it ({what})").end()
+
+    def send(self, connection: http.client.HTTPConnection, method: str, path: str) -> http.client.HTTPResponse:
+        """Ask over a new connection. OSError and HTTPException as they come; BadAddress for what cannot be sent."""
+        headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        try:
             connection.request(method, path, headers=headers)
-            response = connection.getresponse()
+        except ValueError as error:
+            raise BadAddress(f"'{self.url}', or MODEL_BOSS_API_KEY, holds characters that cannot be sent") from error
+        return connection.getresponse()
+
+    def _ask(self, method: str, path: str, timeout_s: float | None) -> Any:
+        connection = self.connection(timeout_s)
+        try:
+            response = self.send(connection, method, path)
             body = response.read()
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -114,19 +133,26 @@ class Link:
             ) from error
         finally:
             connection.close()
-        return self._decode(response.status, body)
+        return self.decode(response.status, body)
 
-    def _connection(self, timeout_s: float | None) -> http.client.HTTPConnection:
-        parts = urllib.parse.urlsplit(self.url)
-        if parts.scheme not in {"http", "https"} or not parts.netloc:
+    def connection(self, timeout_s: float | None) -> http.client.HTTPConnection:
+        """Not yet connected. BadAddress where the address is none."""
+        try:
+            parts = urllib.parse.urlsplit(self.url)
+            right = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0  # some ports raise
+            kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+            connection = kind(parts.netloc, timeout=timeout_s) if right else None
+        except (ValueError, http.client.InvalidURL):
+            connection = None
+        if connection is None:
             raise BadAddress(f"'{self.url}' is no address like http://127.0.0.1:8210")
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        return kind(parts.netloc, timeout=timeout_s)
+        return connection
 
-    def _decode(self, status: int, body: bytes) -> Any:
+    def decode(self, status: int, body: bytes) -> Any:
+        """An answer's body. Refused for an error of a broker, NoBroker for what is none's."""
         try:
             answer = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if status < 400 and answer is not None:
             return answer
@@ -147,7 +173,7 @@ def connect(url: str | None, config: Path | None) -> Link:
 
 def quoted(model: str) -> str:
     """A model's id for use in a path; ids may hold slashes, which the API takes."""
-    return urllib.parse.quote(model)
+    return urllib.parse.quote(model, errors="surrogateescape")
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -156,7 +182,7 @@ def complete_model(incomplete: str) -> list[str]:
 
     try:
         link = Link.find(os.environ.get("MODEL_BOSS_URL"), None)
-        models = link.get("/api/v1/models")["models"]
-    except (BadInput, LinkError):
+        ids = [str(model["id"]) for model in link.get("/api/v1/models")["models"]]
+    except (BadInput, LinkError, LookupError, TypeError):
         return []
-    return [model["id"] for model in models if model["id"].startswith(incomplete)]
+    return [known for known in ids if known.startswith(incomplete) and known.isprintable()]

@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import typer
-
 from coordinator.cli.link import ConfigOption, JsonOption, Link, LinkError, UrlOption, connect, quoted
-from coordinator.cli.output import about, print_json
+from coordinator.cli.output import about, harmless, print_json, say
 from coordinator.cli.status import ModelArgument
 
 _LOOK_S = 0.25
@@ -25,19 +23,22 @@ def load(model: ModelArgument, url: UrlOption = None, config: ConfigOption = Non
     answer = _wish(link, model, "load", f"waiting for {model}")
     if json:
         print_json(answer)
-    else:
+        return
+    with link.reading():
         load_s, queue_s = answer["load_ms"] / 1000, answer["queue_ms"] / 1000
         took = f"loaded in {load_s:.2f} s, {queue_s:.2f} s altogether" if load_s else "it was loaded already"
-        typer.echo(f"{answer['model']} is {answer['state']} ({took})")
+        say(f"{answer['model']} is {answer['state']} ({took})")
 
 
 def unload(model: ModelArgument, url: UrlOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
     """Take a model out of memory; its requests in flight finish first, those that wait for it are refused."""
-    answer = _wish(connect(url, config), model, "unload", f"unloading {model}")
+    link = connect(url, config)
+    answer = _wish(link, model, "unload", f"unloading {model}")
     if json:
         print_json(answer)
-    else:
-        typer.echo(f"{answer['model']} is {answer['state']}")
+        return
+    with link.reading():
+        say(f"{answer['model']} is {answer['state']}")
 
 
 def _wish(link: Link, model: str, verb: str, text: str) -> Any:
@@ -59,7 +60,8 @@ def _wish(link: Link, model: str, verb: str, text: str) -> Any:
                 result = results.get(timeout=_LOOK_S)
                 break
             except queue.Empty:
-                tell(_progress(link, model, text))
+                with link.reading():
+                    tell(_progress(link, model, text))
     if isinstance(result, LinkError):
         result.end()
     return result
@@ -88,6 +90,7 @@ def _spinner(text: str) -> Iterator[Any]:
         yield lambda _: None
         return
     from rich.console import Console
+    from rich.text import Text
 
-    with Console(stderr=True).status(text) as status:
-        yield status.update
+    with Console(stderr=True).status(Text(harmless(text))) as status:
+        yield lambda text: status.update(Text(harmless(text)))

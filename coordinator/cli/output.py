@@ -37,8 +37,18 @@ EXIT_CODES = "Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 3 n
 def fail(message: str, code: ExitCode = ExitCode.FAILED) -> NoReturn:
     """Print an error and end the command."""
     typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
-    typer.echo(message, err=True)
+    say(message, err=True)
     raise typer.Exit(code)
+
+
+def harmless(text: str) -> str:
+    """What another program said, fit for a terminal: no control characters, but for line ends and tabs."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+
+
+def say(text: str, *, nl: bool = True, err: bool = False, fg: str | None = None) -> None:
+    """Print what holds words of another program."""
+    typer.secho(harmless(text), nl=nl, err=err, fg=fg)
 
 
 @contextmanager
@@ -70,19 +80,24 @@ def print_json(value: object) -> None:
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
     """Print rows for people; columns whose name starts with `>` are aligned to the right.
 
-    Piped output is neither wrapped nor drawn with borders, so that it can be cut and searched.
+    Piped output is neither wrapped nor drawn with borders, so that it can be cut and searched. Whatever a cell holds
+    is shown, and does nothing to the terminal or to the rows.
     """
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    if not sys.stdout.isatty():
+    if not _on_terminal():
         for row in ([column.lstrip(">") for column in columns], *rows):
-            typer.echo("\t".join(row))
+            typer.echo("\t".join(harmless(cell).replace("\n", " ").replace("\t", " ") for cell in row))
         return
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+        table.add_row(*map(harmless, row))
+    Console(markup=False, emoji=False).print(table)
+
+
+def _on_terminal() -> bool:
+    return sys.stdout.isatty()

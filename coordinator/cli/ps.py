@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from coordinator.cli.link import ConfigOption, JsonOption, LinkError, UrlOption, connect
-from coordinator.cli.output import about, print_json, print_table
+from coordinator.cli.link import ConfigOption, JsonOption, Link, LinkError, UrlOption, connect
+from coordinator.cli.output import about, print_json, print_table, say
 from gpuboss.units import format_bytes
 
 _OF_DEVICES = ("devices", "external", "leases")
@@ -22,16 +22,25 @@ _SLOT_COLUMNS = (
 def ps(url: UrlOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
     """Show what is in memory: models, their state and claims, who waits, the devices, and who else uses them."""
     link = connect(url, config)
-    slots = link.look("/api/v1/slots")["slots"]
-    queue = link.look("/api/v1/queue")["queue"]
-    devices: dict[str, Any] = {"devices": [], "external": [], "leases": []}
+    with link.reading():
+        slots = link.look("/api/v1/slots")["slots"]
+        queue = link.look("/api/v1/queue")["queue"]
+        devices = _devices(link)
+        if json:
+            print_json({"slots": slots, "queue": queue} | {key: devices.get(key, []) for key in _OF_DEVICES})
+        else:
+            _print(slots, queue, devices)
+
+
+def _devices(link: Link) -> dict[str, Any]:
     try:
-        devices = link.get("/api/v1/devices")
+        return dict(link.get("/api/v1/devices"))
     except LinkError as error:  # the store is away; the rest is still worth showing
-        typer.secho(f"devices: {error.message}", fg="yellow", err=True)
-    if json:
-        print_json({"slots": slots, "queue": queue} | {key: devices.get(key, []) for key in _OF_DEVICES})
-        return
+        say(f"devices: {error.message}", fg="yellow", err=True)
+        return {"devices": [], "external": [], "leases": []}
+
+
+def _print(slots: list[dict[str, Any]], queue: list[dict[str, Any]], devices: dict[str, Any]) -> None:
     rows = _slot_rows(slots, queue)
     if rows:
         print_table(_SLOT_COLUMNS, rows)
@@ -106,7 +115,10 @@ def _slot_note(slot: dict[str, Any]) -> str:
 
 def _clock(seconds: float) -> str:
     """The time of day that many seconds from now; with the date where that is another day."""
-    then = time.localtime(time.time() + seconds)
+    try:
+        then = time.localtime(time.time() + seconds)
+    except OSError as error:  # the calendar does not go so far
+        raise ValueError(f"a time {seconds} s from now") from error
     today = time.localtime()[:3] == then[:3]
     return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M", then)
 

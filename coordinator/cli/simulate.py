@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator.cli.link import JsonOption
-from coordinator.cli.output import ExitCode, fail, known_errors, print_json, print_table
+from coordinator.cli.output import ExitCode, fail, known_errors, print_json, print_table, say
 
 if TYPE_CHECKING:
     from inference.simulation.replay import Outcome
@@ -103,7 +103,7 @@ def _subject(trace: Path | None, synthetic: str | None, devices: str | None) -> 
     with known_errors():
         loaded = read(trace)
     for warning in loaded.warnings:
-        typer.secho(warning, fg="yellow", err=True)
+        say(warning, fg="yellow", err=True)
     return loaded.trace if devices is None else loaded.trace.on(rooms)
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from coordinator.cli.link import ConfigOption, JsonOption, UrlOption, complete_model, connect, quoted
-from coordinator.cli.output import print_json, print_table
+from coordinator.cli.link import ConfigOption, JsonOption, Link, UrlOption, complete_model, connect, quoted
+from coordinator.cli.output import print_json, print_table, say
 from gpuboss.units import format_bytes
 
 ModelArgument = Annotated[str, typer.Argument(help="A model's id or alias.", autocompletion=complete_model)]
@@ -22,15 +22,17 @@ _WINDOW = 1000
 
 def models(url: UrlOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
     """List every model the broker knows, those that cannot be served included, with the reason."""
-    known = connect(url, config).look("/api/v1/models")["models"]
-    if json:
-        print_json(known)
-        return
-    if not known:
-        typer.echo("no models: put GGUF files into a folder listed under `models_dirs`, or write a manifest")
-        return
-    columns = ("model", "state", ">context", ">size", ">claim", "source", "problem")
-    print_table(columns, [_model_row(model) for model in known])
+    link = connect(url, config)
+    with link.reading():
+        known = link.look("/api/v1/models")["models"]
+        if json:
+            print_json(known)
+            return
+        if not known:
+            typer.echo("no models: put GGUF files into a folder listed under `models_dirs`, or write a manifest")
+            return
+        columns = ("model", "state", ">context", ">size", ">claim", "source", "problem")
+        print_table(columns, [_model_row(model) for model in known])
 
 
 def logs(
@@ -44,22 +46,26 @@ def logs(
     """Print the log of a model's engine."""
     link = connect(url, config)
     path = f"/api/v1/models/{quoted(model)}/logs"
-    answer = link.look(path, lines=lines)
-    if json:
-        print_json(answer)
-        return
-    for line in answer["lines"]:
-        typer.echo(line)
-    if not answer["lines"] and not follow:
-        typer.echo(f"{answer['model']} has no log: it was not loaded since the broker started", err=True)
-    if not follow:
-        return
+    with link.reading():
+        answer = link.look(path, lines=lines)
+        if json:
+            print_json(answer)
+            return
+        for line in answer["lines"]:
+            say(line)
+        if follow:
+            _follow(link, path)
+        elif not answer["lines"]:
+            say(f"{answer['model']} has no log: it was not loaded since the broker started", err=True)
+
+
+def _follow(link: Link, path: str) -> None:
     seen = link.look(path, lines=_WINDOW)["lines"]
     while True:
         time.sleep(FOLLOW_S)
         now = link.look(path, lines=_WINDOW)["lines"]
         for line in added(seen, now):
-            typer.echo(line)
+            say(line)
         seen = now
 
 

@@ -9,7 +9,6 @@ import http.client
 import socket
 import sys
 import time
-import urllib.parse
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -86,12 +85,19 @@ def _record(link: Link, out: Path, *, names: bool, deadline_s: float | None, cou
                 continue
             writer.add(line)
             if line.startswith(b'{"lost":'):
-                counts["lost"] += int(line[len(b'{"lost":') :].strip(b"}\n "))
+                counts["lost"] += _lost(link, line)
             elif line.startswith(b'{"at_s":'):
                 counts["requests"] += 1
     finally:
         if writer is not None:
             writer.close()
+
+
+def _lost(link: Link, line: bytes) -> int:
+    try:
+        return int(line[len(b'{"lost":') :].strip(b"}\n "))
+    except ValueError as error:
+        raise NoBroker(f"what answers at {link.url} is not Model Boss: it lost {line[:40]!r}") from error
 
 
 def _writer(out: Path) -> TraceWriter:
@@ -130,15 +136,15 @@ def _lines(link: Link, path: str, deadline_s: float | None) -> Iterator[bytes]:
 @contextmanager
 def _following(link: Link, path: str) -> Iterator[tuple[socket.socket, http.client.HTTPResponse]]:
     """An answer that does not end. Raises LinkError."""
-    parts = urllib.parse.urlsplit(link.url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    with closing(kind(parts.netloc, timeout=SILENT_S)) as connection:
+    with closing(link.connection(SILENT_S)) as connection:
         try:
-            connection.request("GET", path, headers={"Authorization": f"Bearer {link.key}"} if link.key else {})
+            connection.connect()
             sock = connection.sock
-            response = connection.getresponse()
+            response = link.send(connection, "GET", path)
+            refusal = b"" if response.status == 200 else response.read()
         except (OSError, http.client.HTTPException) as error:
             raise NoBroker(f"no Model Boss answers at {link.url} any more ({error})") from error
         if response.status != 200:
+            link.decode(response.status, refusal)
             raise Refused(f"the broker at {link.url} does not tell what it is asked: status {response.status}")
         yield sock, response

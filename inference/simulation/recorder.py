@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from dataclasses import replace
 
+from inference import errors
 from inference.events import Ticket
 from inference.queue import QueueLimits
 from inference.simulation.trace import Request
@@ -20,6 +21,8 @@ __all__ = ["Listener", "Recorder"]
 
 MOST_LINES = 10_000
 """What is kept for a listener who does not keep up; the rest is lost to them, and they are told how much."""
+MOST_LISTENERS = 16
+"""At once. Each costs a connection, its lines, and time of the broker's at the end of every request."""
 MOST_OPEN = 10_000
 """Requests on their way that are remembered; more can hardly be."""
 
@@ -89,7 +92,11 @@ class Recorder:
         """By ticket, what is on its way; only while somebody listens."""
 
     def listen(self, now_s: float, *, names: bool = False) -> Listener:
-        """Somebody wants to hear of everything that comes from now on."""
+        """Somebody wants to hear of everything that comes from now on. QueueFull where too many do already."""
+        if len(self._listeners) >= MOST_LISTENERS:
+            raise errors.QueueFull(
+                f"{MOST_LISTENERS} recordings of the requests run already, and more may not; end one of them"
+            )
         listener = Listener(self, now_s, names=names)
         self._listeners.append(listener)
         return listener

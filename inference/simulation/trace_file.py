@@ -171,7 +171,10 @@ def read(path: Path) -> Loaded:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number, line, last in _lines(file, reading):
-                _take(reading, number, line, last=last)
+                try:
+                    _take(reading, number, line, last=last)
+                except RecursionError as error:
+                    raise _bad(reading.where, number, "brackets stand too deep in each other") from error
     except (OSError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise _bad(reading.where, None, f"cannot be read: {reason}") from error
@@ -252,12 +255,12 @@ def _limits(where: str, values: Mapping[str, float | None]) -> QueueLimits:
         if name not in known:
             raise _bad(where, 1, f"queue: {unknown('key', name, known)}")
     whole = {"max_waiting", "max_overtakes"}
-    given: dict[str, Any] = {
-        name: int(value) if name in whole and value is not None else value for name, value in values.items()
-    }
     try:
+        given: dict[str, Any] = {
+            name: int(value) if name in whole and value is not None else value for name, value in values.items()
+        }
         return QueueLimits(**given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise _bad(where, 1, str(error)) from error
 
 

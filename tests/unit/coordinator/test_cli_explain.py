@@ -88,6 +88,17 @@ def test_explain_of_what_would_be_refused_fails_with_the_words(broker: FakeBroke
     assert "place" not in result.stdout
 
 
+def test_control_characters_of_an_answer_do_not_reach_the_terminal(broker: FakeBroker) -> None:
+    nasty = "\x1b]0;owned\x07\x1b[2J"
+    victims = [TOLD["victims"][0] | {"slot": nasty, "priority": nasty}]  # type: ignore[index]  # a list
+    told = TOLD | {"model": nasty, "verdict": nasty, "priority": nasty, "refusal": nasty, "options": [{nasty: 1}]}
+    broker.answers["GET /api/v1/explain"] = told | {"victims": victims}
+    shown = call("explain", "wren", "--url", broker.url).output
+    assert shown.count("owned") == 7
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+
+
 def test_explain_as_json_holds_everything(broker: FakeBroker) -> None:
     broker.answers["GET /api/v1/explain"] = TOLD
     assert json.loads(call("explain", "wren", "--url", broker.url, "--json").stdout) == TOLD

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -18,18 +19,22 @@ from typing import Any
 
 import pytest
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
 from typer.testing import CliRunner
 
 from coordinator.api import trace as trace_api
 from coordinator.cli import app
+from coordinator.errors import render
 from gpuboss.devices import Device, DeviceKind
 from gpuboss.leases import DeviceUse, Snapshot
+from inference.errors import InferenceError
 from inference.events import Ticket
 from inference.queue import QueueLimits
 from inference.simulation import plots
-from inference.simulation.recorder import Recorder
+from inference.simulation.recorder import MOST_LISTENERS, Recorder
 from inference.simulation.trace_file import read, write
+from inference.simulation.trace_lines import header_line
 from tests.support import wait_until
 from tests.unit.inference.simulation.scene import GIB, a_model, a_trace, ask
 
@@ -115,6 +120,23 @@ def test_a_cut_trace_is_simulated_with_a_warning(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["requests"] == 1
 
 
+@pytest.mark.parametrize("line", ["[" * 60_000, '{"a":' * 60_000, '{"trace":' + "[" * 900 + "]" * 900 + "}"])
+@pytest.mark.parametrize("before", [b"", header_line(a_trace([]))])
+def test_a_trace_of_brackets_is_wrong_input(tmp_path: Path, before: bytes, line: str) -> None:
+    path = tmp_path / "deep.jsonl"
+    path.write_bytes(before + line.encode() + b"\n")
+    assert f"deep.jsonl:{2 if before else 1}: " in run("simulate", "--trace", str(path), code=2).stderr
+
+
+def test_control_characters_of_a_trace_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    asked = json.dumps({"at_s": 1, "model": "\x1b[2J", "priority": 1}).encode()
+    path.write_bytes(header_line(a_trace([])) + asked + b"\n")
+    told = run("simulate", "--trace", str(path), code=2).stderr
+    assert "unknown model" in told
+    assert "\x1b[2J" not in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -180,6 +202,12 @@ class PretendedPool:
         self.recorder.served(ticket_id, service_s, now_s + service_s)
 
 
+async def _rendered(_: Request, error: Exception) -> Response:
+    """As the front does."""
+    shown = render(error)
+    return Response(shown.body, shown.status, {name.decode(): value.decode() for name, value in shown.headers})
+
+
 class Server:
     """The endpoint on a free port, in a thread of its own."""
 
@@ -188,6 +216,7 @@ class Server:
         self.broker = SimpleNamespace(pool=self.pool, stopping=False)
         face = FastAPI()
         face.include_router(trace_api.routes(self.broker))  # type: ignore[arg-type]  # has what it reads
+        face.add_exception_handler(InferenceError, _rendered)
 
         @face.get("/api/v1/queue")
         async def queue() -> dict[str, Any]:
@@ -246,6 +275,11 @@ def recording(server: Server, out: Path, *more: str) -> Iterator[subprocess.Pope
         process.communicate()
 
 
+def recorded(out: Path) -> int:
+    """Requests in the file so far, which is made before its header is written."""
+    return len(read(out).trace.requests) if out.exists() and out.stat().st_size else 0
+
+
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
 def test_a_recording_ends_with_ctrl_c_and_can_be_simulated(server: Server, tmp_path: Path, name: str) -> None:
     out = tmp_path / name
@@ -253,7 +287,7 @@ def test_a_recording_ends_with_ctrl_c_and_can_be_simulated(server: Server, tmp_p
         server.call(server.pool.serve, "t1", "a", 0.5, "ann")
         server.call(server.pool.load, "b", 2.5)
         server.call(server.pool.serve, "t2", "b", 1.5, "bob")
-        wait_until(lambda: out.exists() and len(read(out).trace.requests) == 2, "both requests in the file")
+        wait_until(lambda: recorded(out) == 2, "both requests in the file")
         process.send_signal(signal.SIGINT)
         told, _ = process.communicate(timeout=20)
     assert process.returncode == 0
@@ -273,7 +307,7 @@ def test_names_are_kept_where_they_are_wanted(server: Server, tmp_path: Path) ->
     out = tmp_path / "t.jsonl"
     with recording(server, out, "--names"):
         server.call(server.pool.serve, "t1", "a", 0.5, "ann")
-        wait_until(lambda: out.exists() and len(read(out).trace.requests) == 1, "the request in the file")
+        wait_until(lambda: recorded(out) == 1, "the request in the file")
     assert read(out).trace.requests[0].client == "ann"
 
 
@@ -282,7 +316,7 @@ def test_what_was_written_survives_a_kill(server: Server, tmp_path: Path) -> Non
     with recording(server, out) as process:
         for number in range(50):
             server.call(server.pool.serve, f"t{number}", "a", 0.5, "ann")
-        wait_until(lambda: out.exists() and len(read(out).trace.requests) == 50, "the requests in the file")
+        wait_until(lambda: recorded(out) == 50, "the requests in the file")
         os.kill(process.pid, signal.SIGKILL)
         process.wait(20)
     assert len(read(out).trace.requests) == 50
@@ -300,12 +334,49 @@ def test_the_end_of_the_broker_is_told(server: Server, tmp_path: Path) -> None:
     out = tmp_path / "t.jsonl"
     with recording(server, out) as process:
         server.call(server.pool.serve, "t1", "a", 0.5, "ann")
-        wait_until(lambda: out.exists() and len(read(out).trace.requests) == 1, "the request in the file")
+        wait_until(lambda: recorded(out) == 1, "the request in the file")
         server.broker.stopping = True
         told, problem = process.communicate(timeout=20)
     assert process.returncode == 3
     assert "1 requests recorded" in told
     assert "on its way out" in problem
+
+
+def test_so_many_may_listen_at_once_and_the_next_is_told(server: Server, tmp_path: Path) -> None:
+    address = server.url.removeprefix("http://")
+    with contextlib.ExitStack() as listening:
+        for _ in range(MOST_LISTENERS):
+            connection = listening.enter_context(contextlib.closing(http.client.HTTPConnection(address, timeout=10)))
+            connection.request("GET", "/api/v1/trace")
+            assert connection.getresponse().readline().startswith(b'{"trace":')
+        with contextlib.closing(http.client.HTTPConnection(address, timeout=10)) as one_more:
+            one_more.request("GET", "/api/v1/trace")
+            refused = one_more.getresponse()
+            error = json.loads(refused.read())["error"]
+        assert (refused.status, error["code"]) == (429, "queue_full")
+        assert f"{MOST_LISTENERS} recordings" in error["message"]
+        out = tmp_path / "t.jsonl"
+        told = run("trace", "--out", str(out), "--for", "5s", "--url", server.url, code=1).stderr
+        assert f"{MOST_LISTENERS} recordings" in told, "in the broker's words"
+        assert not out.exists()
+        assert server.listeners == MOST_LISTENERS
+    wait_until(lambda: not server.listeners, "the broker to notice that nobody listens")
+    run("trace", "--out", str(tmp_path / "t.jsonl"), "--for", "300ms", "--url", server.url)
+
+
+async def test_one_who_left_before_the_first_line_takes_no_place() -> None:
+    pool = PretendedPool()
+    broker = SimpleNamespace(pool=pool, stopping=False)
+    [route] = trace_api.routes(broker).routes  # type: ignore[arg-type]  # has what it reads
+    answer = await route.endpoint(names=False)  # type: ignore[attr-defined]  # an API route has one
+    assert len(pool.recorder._listeners) == 1
+
+    async def gone(*_: Any) -> Any:
+        raise OSError("the connection is closed")
+
+    with pytest.raises((ClientDisconnect, OSError)):
+        await answer({"type": "http", "asgi": {"spec_version": "2.4"}}, gone, gone)
+    assert not pool.recorder._listeners
 
 
 def test_an_old_file_is_not_written_over(server: Server, tmp_path: Path) -> None:

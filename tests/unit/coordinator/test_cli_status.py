@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.cli import app, status
+from coordinator.cli import app, output, status
+from coordinator.cli.link import complete_model
 from coordinator.cli.output import ExitCode
 from tests.unit.coordinator.fake_broker import FakeBroker, fake_broker
 
@@ -357,9 +358,123 @@ def test_a_proxy_in_the_environment_is_not_asked(broker: FakeBroker, monkeypatch
     call("models", "--url", broker.url)
 
 
-@pytest.mark.parametrize("url", ["localhost:8210", "ftp://x", "nonsense"])
+_COMMANDS = (("ps",), ("explain", "x"), ("models",), ("load", "x"), ("unload", "x"), ("logs", "x"))
+_DEEP = b"[" * 60_000
+_ENDPOINTS = (
+    *("GET /api/v1/slots", "GET /api/v1/queue", "GET /api/v1/devices", "GET /api/v1/models", "GET /api/v1/explain"),
+    *("POST /api/v1/models/x/load", "POST /api/v1/models/x/unload", "GET /api/v1/models/x/logs"),
+)
+
+
+@pytest.mark.parametrize("command", _COMMANDS, ids=lambda command: str(command[0]))
+@pytest.mark.parametrize(
+    "answer", [{}, {"hello": "world"}, [], [1], "text", 5, _DEEP], ids=lambda answer: str(answer)[:9]
+)
+def test_other_json_there_is_told_in_a_sentence(broker: FakeBroker, command: tuple[str, ...], answer: Any) -> None:
+    broker.answers = dict.fromkeys(_ENDPOINTS, (200, answer))
+    result = call(*command, "--url", broker.url, code=ExitCode.NO_BROKER)
+    assert f"what answers at {broker.url} is not Model Boss" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slots": [{}]},
+        {"slots": 5},
+        {"slots": [SLOT | {"devices": {"sim0": "much"}}]},
+        {"slots": [SLOT | {"slot": 5}]},
+        {"slots": [SLOT | {"stays_s": 1e17, "in_flight": 0}]},
+        {"slots": [SLOT | {"stays_s": 1e300, "in_flight": 0}]},
+        {"queue": [TICKET | {"eta_s": "soon"}]},
+        {"queue": [TICKET | {"eta_s": float("inf")}]},
+        {"queue": [None]},
+        {"devices": [DEVICE | {"foreign_bytes": None}]},
+        {"leases": [5]},
+    ],
+)
+def test_answers_that_are_ours_but_for_a_part_are_told_in_a_sentence(
+    broker: FakeBroker, changes: dict[str, Any]
+) -> None:
+    for name in ("slots", "queue", "devices"):
+        whole = broker.answers[f"GET /api/v1/{name}"]
+        broker.answers[f"GET /api/v1/{name}"] = whole | {
+            key: changes[key] for key in changes if key in (name, "leases")
+        }
+    result = call("ps", "--url", broker.url, code=ExitCode.NO_BROKER)
+    assert "is not Model Boss, or another version of it" in result.stderr
+
+
+NASTY = "\x1b]0;owned\x07\x1b[2J\nfake\t\x9b[/red] :smile:"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_control_characters_of_an_answer_do_not_reach_the_terminal(
+    broker: FakeBroker, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    monkeypatch.setattr(output, "_on_terminal", lambda: terminal)
+    broker.answers |= {
+        "GET /api/v1/slots": {"slots": [SLOT | {"slot": NASTY, "trouble": NASTY, "leaves_for": NASTY}]},
+        "GET /api/v1/queue": {"queue": [TICKET | {"model": NASTY, "client_id": NASTY}]},
+        "GET /api/v1/models": {"models": [MODEL | {"id": NASTY, "problem": NASTY}]},
+        "POST /api/v1/models/x/load": {"model": NASTY, "state": NASTY, "queue_ms": 1, "load_ms": 1},
+        "POST /api/v1/models/x/unload": {"model": NASTY, "state": NASTY},
+        "GET /api/v1/models/x/logs": {"model": NASTY, "lines": [NASTY]},
+    }
+    for command in _COMMANDS:
+        if command[0] != "explain":
+            told = call(*command, "--url", broker.url).output
+            assert not [letter for letter in told if not letter.isprintable() and letter not in "\n\t"]
+            assert "owned" in told
+    error = {"message": NASTY, "code": "x"}
+    broker.answers["GET /api/v1/devices"] = broker.answers["GET /api/v1/models"] = (503, {"error": error})
+    for command, code in ((("ps",), 0), (("models",), ExitCode.FAILED)):
+        told = call(*command, "--url", broker.url, code=code).stderr
+        assert "owned" in told
+        assert "\x1b]" not in told
+        assert "\x07" not in told
+
+
+def test_a_name_makes_neither_a_row_nor_a_column_of_piped_output(broker: FakeBroker) -> None:
+    broker.answers["GET /api/v1/queue"] = {"queue": [TICKET | {"client_id": "a\tb\nc"}]}
+    assert lines(call("ps", "--url", broker.url))[4][3] == "a b c"
+
+
+def test_completion_is_silent_where_somebody_else_answers(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL_BOSS_URL", broker.url)
+    for answer in ({}, [], {"models": [{}]}, {"models": 5}):
+        broker.answers["GET /api/v1/models"] = (200, answer)
+        assert complete_model("ro") == []
+    broker.answers["GET /api/v1/models"] = {"models": [MODEL, MODEL | {"id": "ro\x1b[2J"}]}
+    assert complete_model("ro") == ["robin"]
+
+
+def test_what_cannot_be_sent_is_wrong_usage(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "cannot be sent" in call("ps", "--url", f"http://{'a' * 70}.x", code=ExitCode.USAGE).stderr
+    monkeypatch.setenv("MODEL_BOSS_API_KEY", "se\ncret")
+    told = call("ps", "--url", broker.url, code=ExitCode.USAGE).stderr
+    assert "MODEL_BOSS_API_KEY" in told
+    assert "cret" not in told, "a key is not repeated"
+
+
+def test_a_name_that_is_no_text_reaches_the_broker_as_its_bytes(broker: FakeBroker) -> None:
+    call("unload", "\udcff", "--url", broker.url, code=ExitCode.FAILED)
+    call("explain", "\udcff", "--url", broker.url, code=ExitCode.FAILED)
+    assert broker.asked[0] == "POST /api/v1/models/%FF/unload"
+    assert broker.asked[1].startswith("GET /api/v1/explain?model=%FF&")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("localhost:8210", "ftp://x", "nonsense", "http://", "http://[::1", "http://[x]", "http://x:port"),
+        *("http://x:99999", "http://x:0", "http://:8210", "http://a b", "http://\x1b[2J"),
+    ],
+)
 def test_an_address_that_is_none_is_wrong_usage(broker: FakeBroker, url: str) -> None:
-    assert "http://127.0.0.1:8210" in call("ps", "--url", url, code=ExitCode.USAGE).stderr
+    told = call("ps", "--url", url, code=ExitCode.USAGE).stderr
+    assert "http://127.0.0.1:8210" in told
+    assert "\x1b[2J" not in told
 
 
 def test_waiting_for_a_load_ends_no_other_thread(broker: FakeBroker) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from inference.errors import QueueFull
 from inference.events import Purpose, Ticket
 from inference.simulation import recorder as recorder_module
 from inference.simulation.recorder import Listener, Recorder
@@ -69,6 +70,15 @@ async def test_what_came_before_is_not_told() -> None:
     recorder.served("t1", 1.0, 103.0)
     assert len(await told(early)) == 1
     assert await told(late) == []
+
+
+async def test_so_many_may_listen_at_once_and_another_when_one_has_gone() -> None:
+    recorder = Recorder()
+    listeners = [recorder.listen(100.0) for _ in range(recorder_module.MOST_LISTENERS)]
+    with pytest.raises(QueueFull, match="16 recordings"):
+        recorder.listen(100.0)
+    listeners[3].close()
+    recorder.listen(100.0)
 
 
 async def test_nothing_is_kept_when_nobody_listens() -> None:

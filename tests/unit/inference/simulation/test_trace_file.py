@@ -159,6 +159,11 @@ HEADER = header_line(a_trace([])).decode()
         (HEADER + '{"lost": "x"}\n', "t.jsonl:2: lost"),
         (HEADER.replace('"max_overtakes"', '"max_overtake"'), "unknown key 'max_overtake'; nearest is 'max_overtakes'"),
         (HEADER.replace('"aging_s":60.0', '"aging_s":0'), "queue.aging_s is 0"),
+        (HEADER.replace('"max_waiting":512', '"max_waiting":Infinity'), "t.jsonl:1: cannot convert float infinity"),
+        (HEADER.replace('"max_waiting":512', '"max_waiting":NaN'), "t.jsonl:1: cannot convert float NaN"),
+        (HEADER + "[" * 60_000 + "\n", "t.jsonl:2: brackets stand too deep in each other"),
+        (HEADER + '{"learned":' * 20_000, "t.jsonl:2: brackets stand too deep in each other"),
+        (HEADER + '{"at_s": ' + "9" * 5_000 + "}\n", "t.jsonl:2: not valid JSON"),
         (HEADER + '{"at_s": 1, "model"\n' + '{"at_s": 1, "model": "a", "priority": 1}\n', "t.jsonl:2: not valid JSON"),
     ],
 )

@@ -1,0 +1,58 @@
+"""The parts of the benchmarks that could be wrong without anybody noticing: what they ask for, and what they count."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.eta import Life
+from benchmarks.eta_samples import Listener, Statement, share_good
+from benchmarks.open_loop import Answer, Callers, arrivals
+from benchmarks.scheduler_load import BusyPool
+
+MODELS = ("amber", "beryl", "coral")
+
+
+def test_the_same_seed_brings_the_same_callers() -> None:
+    first = arrivals(MODELS, rate=5.0, seconds=100.0, seed=1)
+    assert first == arrivals(MODELS, rate=5.0, seconds=100.0, seed=1)
+    assert first != arrivals(MODELS, rate=5.0, seconds=100.0, seed=2)
+
+
+def test_callers_come_as_often_as_was_asked_for_and_want_every_model() -> None:
+    coming = arrivals(MODELS, rate=5.0, seconds=1000.0, seed=1)
+    assert len(coming) == pytest.approx(5000, rel=0.05)
+    assert all(0 < one.at_s < 1000 for one in coming)
+    assert len({one.name for one in coming}) == len(coming)
+    for model in MODELS:
+        assert sum(one.model == model for one in coming) == pytest.approx(len(coming) / 3, rel=0.1)
+
+
+def test_a_statement_may_be_wrong_by_a_third_or_by_so_little_that_nobody_minds() -> None:
+    assert Statement(said_s=13.0, real_s=10.0).good(1.0)
+    assert Statement(said_s=7.0, real_s=10.0).good(1.0)
+    assert not Statement(said_s=13.1, real_s=10.0).good(1.0)
+    assert Statement(said_s=1.0, real_s=0.0).good(1.0)
+    assert not Statement(said_s=1.0, real_s=0.0).good(0.3)
+    assert share_good([]) == 0.0
+
+
+def test_every_statement_is_held_against_the_moment_its_caller_was_served() -> None:
+    listener = Listener(Callers(port=0))
+    listener.heard(4.0, [{"client_id": "a", "eta_s": 5.0}, {"client_id": "b", "eta_s": None}])
+    answers = [Answer("a", "amber", 2.0, 8.0, 11.0), Answer("b", "amber", 2.0, None, 9.0)]
+    assert listener.compared(answers) == ([Statement(said_s=5.0, real_s=6.0)], 1)
+
+
+def test_a_busy_pool_has_as_many_waiting_after_a_thousand_decisions_as_before() -> None:
+    pool = BusyPool(500, models=80)
+    pool.settle()
+    decisions = pool.run(1000)
+    assert pool.waiting == pytest.approx(500, rel=0.1)
+    assert {"Arrived", "Served", "Tick", "DevicesRead"} <= {one.kind for one in decisions}
+    assert all(one.took_s > 0 for one in decisions)
+
+
+def test_a_life_states_turns_that_come() -> None:
+    outcome = Life(0).lived()
+    assert outcome.statements
+    assert all(one.said_s >= 0 and one.real_s >= 0 for one in outcome.statements)
