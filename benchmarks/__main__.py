@@ -20,7 +20,7 @@ from benchmarks import measures, plot, targets
 from benchmarks.client import LoadClient, chat_request
 from benchmarks.figures import Figure, print_table
 
-MODELS = ("robin", "wren")
+MODELS = targets.DEMO.models
 OUT = Path(__file__).resolve().parent / "out"
 
 
@@ -57,7 +57,7 @@ def run(*, rounds: int, report: measures.Report) -> tuple[list[Figure], dict[str
         with (
             targets.direct(binary, first, directory) as direct,
             targets.router(binary, directory) as router,
-            targets.model_boss(binary, MODELS, directory) as ours,
+            targets.model_boss(binary, directory) as ours,
         ):
             idle = measures.resident_bytes(psutil.Process(ours.process.pid))
             everyone = [direct, router, ours]

@@ -1,5 +1,5 @@
 """The servers under comparison, each started on a free port and ended by pid: llama-server itself, its router mode,
-and Model Boss. All serve the two demo models with the same context, parallel slots and threads.
+and Model Boss. All serve the same models (`Setup`) with the same context, parallel slots and threads.
 """
 
 from __future__ import annotations
@@ -17,10 +17,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CONTEXT = 512
-PARALLEL = 4
 ROOT = Path(__file__).resolve().parent.parent
-MODELS = ROOT / "demo" / "models"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is served, and how; room is for one model at a time."""
+
+    folder: Path
+    """Where the models are, `NAME.gguf`."""
+    models: tuple[str, ...]
+    vram: str
+    """What one of them claims of the device."""
+    device: str
+    """How large that is."""
+    context: int = 512
+    """Tokens of one request."""
+    parallel: int = 4
+    threads: int = 1
+    engine_args: tuple[str, ...] = ()
+    """What Model Boss gives its engines besides, for the others."""
+
+
+DEMO = Setup(folder=ROOT / "demo" / "models", models=("robin", "wren"), vram="40MiB", device="64MiB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,43 +96,46 @@ def _wait_healthy(process: subprocess.Popen[bytes], port: int, began: float, log
     raise RuntimeError(f"{' '.join(process.args)} did not become healthy:\n{log.read_text()[-2000:]}")  # type: ignore[arg-type]  # a list of strings: `running` gave it
 
 
-def _sizing() -> list[str]:
+def _sizing(setup: Setup) -> list[str]:
     """What Model Boss gives its engine too, so that only what stands in front of it differs."""
-    return ["--fit", "off", "-c", str(CONTEXT * PARALLEL), "-np", str(PARALLEL), "--threads", "1"]
+    context = str(setup.context * setup.parallel)
+    sizes = ["--fit", "off", "-c", context, "-np", str(setup.parallel), "--threads", str(setup.threads)]
+    return [*sizes, *setup.engine_args]
 
 
 @contextlib.contextmanager
-def direct(binary: Path, model: str, directory: Path) -> Iterator[Target]:
+def direct(binary: Path, model: str, directory: Path, setup: Setup = DEMO) -> Iterator[Target]:
     """llama-server with one model."""
     port = free_port()
-    command = [str(binary), "-m", str(MODELS / f"{model}.gguf"), "--alias", model, "--host", "127.0.0.1"]
-    with running("direct", [*command, "--port", str(port), *_sizing()], port, directory) as target:
+    command = [str(binary), "-m", str(setup.folder / f"{model}.gguf"), "--alias", model, "--host", "127.0.0.1"]
+    with running("direct", [*command, "--port", str(port), *_sizing(setup)], port, directory) as target:
         yield target
 
 
 @contextlib.contextmanager
-def router(binary: Path, directory: Path) -> Iterator[Target]:
+def router(binary: Path, directory: Path, setup: Setup = DEMO) -> Iterator[Target]:
     """llama-server in router mode with room for one model."""
     port = free_port()
-    command = [str(binary), "--models-dir", str(MODELS), "--models-max", "1", "--host", "127.0.0.1"]
-    with running("router", [*command, "--port", str(port), *_sizing()], port, directory) as target:
+    command = [str(binary), "--models-dir", str(setup.folder), "--models-max", "1", "--host", "127.0.0.1"]
+    with running("router", [*command, "--port", str(port), *_sizing(setup)], port, directory) as target:
         yield target
 
 
 @contextlib.contextmanager
-def model_boss(binary: Path, models: Sequence[str], directory: Path) -> Iterator[Target]:
+def model_boss(binary: Path, directory: Path, setup: Setup = DEMO) -> Iterator[Target]:
     """Model Boss with room for one model."""
     port = free_port()
     manifests = directory / "manifests"
     manifests.mkdir(exist_ok=True)
-    for model in models:
+    for model in setup.models:
         (manifests / f"{model}.yaml").write_text(
-            f"id: {model}\npath: {MODELS / model}.gguf\nvram: 40MiB\ncontext: {CONTEXT}\nparallel: {PARALLEL}\n"
+            f"id: {model}\npath: {setup.folder / model}.gguf\nvram: {setup.vram}\ncontext: {setup.context}\n"
+            f"parallel: {setup.parallel}\noptions: {{threads: {setup.threads}}}\n"
         )
     config = directory / "model-boss.yaml"
     config.write_text(
         f"port: {port}\nmanifests: manifests\nstate_dir: {directory / 'state'}\nreserve: 0\n"
-        "scan_hf_cache: false\ndevices: [{id: sim0, kind: sim, vram: 64MiB}]\n"
+        f"scan_hf_cache: false\ndevices: [{{id: sim0, kind: sim, vram: {setup.device}}}]\n"
         f"engines: {{llama_server: {binary}}}\n"
     )
     script = Path(sys.executable).parent / "model-boss"

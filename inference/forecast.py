@@ -24,7 +24,7 @@ __all__ = ["Forecast"]
 
 HORIZON_S = 900.0
 MOST_STEPS = 20_000
-_TICK_S = 0.5
+_TICK_S = 0.2
 """Of the virtual clock; the live one ticks ten times a second while somebody waits."""
 
 
@@ -78,6 +78,7 @@ def _times(board: State) -> Times:
     return Times(
         load_s={model_id: habits.load_s(model) for model_id, model in board.models.items()},
         service_s={model_id: habits.service_s(model_id) for model_id in board.models},
+        stop_s=habits.stop_s,
     )
 
 

@@ -14,6 +14,8 @@ from inference.model import Model
 _WEIGHT = 0.2
 _UNKNOWN_SERVICE_S = 2.0
 """Assumed of requests before any was measured."""
+_UNKNOWN_STOP_S = 0.3
+"""Assumed from a stop to the memory's being back, before any was measured."""
 _UNKNOWN_RATE = 1e9
 """Bytes per second assumed of loads before any was measured."""
 _FORGOTTEN_S = 60.0
@@ -37,6 +39,7 @@ class Habits:
         self._any_service_s: float | None = None
         self._rate: float | None = None
         """Bytes per second of loads, whichever."""
+        self._stop_s: float | None = None
 
     def arrived(self, model_id: str, at_s: float) -> None:
         """Somebody asked for the model."""
@@ -57,6 +60,15 @@ class Habits:
         habit.load_s = _mean(habit.load_s, load_s)
         if load_s > 0:
             self._rate = _mean(self._rate, model.claim_bytes / load_s)
+
+    def stopped(self, stop_s: float) -> None:
+        """A slot's memory was back so long after its stop."""
+        self._stop_s = _mean(self._stop_s, stop_s)
+
+    @property
+    def stop_s(self) -> float:
+        """Seconds from a stop to the memory's being back."""
+        return _UNKNOWN_STOP_S if self._stop_s is None else self._stop_s
 
     def service_s(self, model_id: str) -> float:
         """Seconds a request of the model may be expected to take."""
@@ -95,7 +107,7 @@ class Habits:
         """The same habits, to be changed apart."""
         twin = Habits()
         twin._habits = {model_id: replace(habit) for model_id, habit in self._habits.items()}
-        twin._any_service_s, twin._rate = self._any_service_s, self._rate
+        twin._any_service_s, twin._rate, twin._stop_s = self._any_service_s, self._rate, self._stop_s
         return twin
 
     def _of(self, model_id: str) -> _Habit:

@@ -191,6 +191,8 @@ class Scheduler:
                 if state in HOLDS_MEMORY:
                     board.wedged(slot)
             case events.SlotGone():
+                if state is SlotState.STOPPING:
+                    board.habits.stopped(board.now_s - slot.moved_at_s)
                 if state not in (SlotState.QUEUED, SlotState.LOADING):
                     board.gone(slot, SlotState.IDLE)
             case _:

@@ -206,6 +206,9 @@ def test_habits_forget_slowly_and_guess_what_was_never_measured():
     assert habits.service_s("never seen") == pytest.approx(9.0)
     habits.loaded(A, 3.0)
     assert habits.load_s(a_model("twice", 12)) == pytest.approx(6.0)
+    habits.stopped(2.0)
+    habits.stopped(1.0)
+    assert habits.copy().stop_s == pytest.approx(1.8)
 
 
 def test_only_models_that_are_still_asked_for_are_expected_again():
