@@ -22,7 +22,7 @@ from inference.board import Board
 from inference.breaker import MayStart
 from inference.claim import Claim
 from inference.eviction import Candidate, choose
-from inference.placement import fits, once_gone, place
+from inference.placement import once_gone, place, reach
 from inference.queue import Entry
 from inference.sight import Sight
 from inference.slot_view import SlotRecord
@@ -65,10 +65,6 @@ class Overtaking:
                 claim.count(entry, self._board.now_s)
                 self._hold_if_overdue(claim)
 
-    def overdue(self, claim: Claim) -> bool:
-        """Is it overdue, and could it be helped?"""
-        return claim.overdue(self._board.now_s, self._board.limits) and self.stands(claim)
-
     def stands(self, claim: Claim) -> bool:
         """Do its rivals suffice, and will they yield once they are idle (case 1)?"""
         if claim.version != self._board.version or not claim.rivals:
@@ -88,13 +84,13 @@ class Overtaking:
         present = [candidate for candidate in everyone if candidate.slot_id in claim.rivals]
         found: Sequence[Candidate] = [candidate for candidate in present if candidate.will_yield_to(priority)]
         free = rooms.total()
-        if not fits(need, once_gone(free, found), groups):
+        if need > reach(once_gone(free, found), groups):
             willing = [candidate for candidate in everyone if candidate.will_yield_to(priority)] if search else ()
             found = choose(need, free, willing, groups) or ()
         stands = bool(found)
         if not stands:
             free = rooms.total(kept=True)
-            enough = fits(need, once_gone(free, present), groups)
+            enough = need <= reach(once_gone(free, present), groups)
             found = present if enough else choose(need, free, everyone, groups) or ()
         ways = place(need, once_gone(free, found), groups) if found else ()
         claim.rivals = frozenset(candidate.slot_id for candidate in found)

@@ -48,8 +48,7 @@ def groups_of(devices: Sequence[DeviceRoom]) -> Groups:
 
 def largest(devices: Sequence[DeviceRoom]) -> int:
     """Bytes of the largest model that the (usable) devices could hold if they were empty."""
-    rooms = {device.id: device.capacity_bytes for device in devices}
-    return max(_widest(rooms, groups_of(devices)), *rooms.values(), 0)
+    return reach({device.id: device.capacity_bytes for device in devices}, groups_of(devices))
 
 
 def place(need: int, rooms: Mapping[str, int], groups: Groups) -> tuple[Shares, ...]:
@@ -57,13 +56,15 @@ def place(need: int, rooms: Mapping[str, int], groups: Groups) -> tuple[Shares, 
     if max(rooms.values(), default=-1) >= need:
         whole = sorted((room, index, device) for index, (device, room) in enumerate(rooms.items()) if room >= need)
         return tuple({device: need} for _, _, device in whole)
-    found = [_split(need, {device: rooms[device] for device in group}) for group in groups if _wide(rooms, group, need)]
+    together = [{device: rooms[device] for device in group} for group in groups]
+    found = [_split(need, members) for members in together if spread(members.values()) >= need]
     return tuple(sorted(found, key=len))
 
 
-def fits(need: int, rooms: Mapping[str, int], groups: Groups) -> bool:
-    """Would `place` find a way?"""
-    return max(rooms.values(), default=-1) >= need or any(_wide(rooms, group, need) for group in groups)
+def reach(rooms: Mapping[str, int], groups: Groups) -> int:
+    """The most bytes that `place` finds a way for."""
+    together = [spread([rooms[device] for device in group]) for group in groups]
+    return max(0, *rooms.values(), *together)
 
 
 def once_gone(rooms: Mapping[str, int], victims: Iterable[HasShares]) -> dict[str, int]:
@@ -78,15 +79,7 @@ def once_gone(rooms: Mapping[str, int], victims: Iterable[HasShares]) -> dict[st
 
 def spread(rooms: Iterable[int]) -> int:
     """Bytes that devices with so much room could hold together."""
-    return sum(room - MARGIN_BYTES for room in rooms if room > MARGIN_BYTES)
-
-
-def _wide(rooms: Mapping[str, int], group: Iterable[str], need: int) -> bool:
-    return spread(rooms[device] for device in group) >= need
-
-
-def _widest(rooms: Mapping[str, int], groups: Groups) -> int:
-    return max((spread(rooms[device] for device in group) for group in groups), default=0)
+    return sum([room - MARGIN_BYTES for room in rooms if room > MARGIN_BYTES])
 
 
 def _split(need: int, rooms: Mapping[str, int]) -> Shares:
@@ -107,29 +100,34 @@ def _split(need: int, rooms: Mapping[str, int]) -> Shares:
 class Rooms:
     """Free bytes of every usable device while one plan is made: starts take from it, victims give to it."""
 
-    __slots__ = ("_coming", "_free", "_kept", "groups")
+    __slots__ = ("_coming", "_free", "_kept", "_reach", "_total", "groups")
 
     def __init__(self, devices: Sequence[DeviceRoom], groups: Groups) -> None:
         """`devices` are the usable ones, empty of slots, and `groups` is `groups_of` them."""
         self._free = {device.id: device.capacity_bytes - device.others_bytes for device in devices}
         self._coming = dict.fromkeys(self._free, 0)
         self._kept = dict.fromkeys(self._free, 0)
+        self._total: dict[str, int] | None = None
+        self._reach: int | None = None
         self.groups = groups
 
     def copy(self) -> Rooms:
         """The same, to be changed apart."""
         twin = Rooms((), self.groups)
         twin._free, twin._coming, twin._kept = dict(self._free), dict(self._coming), dict(self._kept)
+        twin._total, twin._reach = self._total, self._reach
         return twin
 
     def take(self, shares: Shares) -> None:
         """Somebody claims these bytes."""
+        self._total = self._reach = None
         for device, size in shares.items():
             if device in self._free:
                 self._free[device] -= size
 
     def expect(self, shares: Shares) -> None:
         """These claimed bytes are on their way back: their slot is leaving."""
+        self._total = self._reach = None
         for device, size in shares.items():
             if device in self._coming:
                 self._coming[device] += size
@@ -143,21 +141,27 @@ class Rooms:
 
     def close(self, devices: Iterable[str]) -> None:
         """Nothing may be put on these devices."""
+        self._total = self._reach = None
         for device in devices:
             if device in self._free:
                 self._free[device] = self._coming[device] = 0
 
-    def total(self, *, kept: bool = False) -> dict[str, int]:
+    def total(self, *, kept: bool = False) -> Mapping[str, int]:
         """Free bytes by device once everything that leaves is gone; negative where claims wait for more than that.
 
         With `kept`, the room that is kept for somebody is counted as free.
         """
-        coming = self._coming
-        rooms = {device: room + coming[device] for device, room in self._free.items()}
-        return {device: room + self._kept[device] for device, room in rooms.items()} if kept else rooms
+        if self._total is None:
+            coming = self._coming
+            self._total = {device: room + coming[device] for device, room in self._free.items()}
+        return {device: room + self._kept[device] for device, room in self._total.items()} if kept else self._total
 
     def place(self, need: int) -> tuple[Shares, ...]:
         """The ways to put `need` bytes into what is free now, else into what will be free; () when none."""
+        if self._reach is None:
+            self._reach = reach(self.total(), self.groups)
+        if need > self._reach:
+            return ()
         return place(need, self._free, self.groups) or place(need, self.total(), self.groups)
 
     def overdrawn(self, shares: Shares) -> bool:

@@ -39,7 +39,7 @@ from inference.events import Purpose, Shares
 from inference.eviction import Activity, Candidate, choose
 from inference.model import Model
 from inference.overtaking import Overtaking
-from inference.placement import fits, once_gone, place
+from inference.placement import once_gone, place
 from inference.queue import Aged, Entry
 from inference.sight import Sight
 from inference.slot_state import HAS_LIFE, SlotState
@@ -48,6 +48,8 @@ from inference.yielding import Yielding
 
 SHORT_S = 5.0
 """Seconds a queued load may be short of room before it is given up; readings of a stopping engine lag that long."""
+
+_MAY_SERVE = HAS_LIFE - {SlotState.WEDGED}
 
 _Head = tuple[int, bool, float, int, Entry]
 """Class, not ready, submission, sequence, ticket: sorts as case 2 says."""
@@ -72,8 +74,8 @@ class Plan:
         after it finds any for as much."""
         self._forlorn_bytes: float = math.inf
         """The least that found no rivals, likewise."""
-        self._waiters: list[tuple[Model, Entry]] = []
-        """The models that wait for room (case 6), with who leads their lines."""
+        self._waiters: list[tuple[Model, Entry, bool]] = []
+        """The models that wait for room (case 6), with who leads their lines, and whether their claims stand."""
         self._wide: list[Model] = []
         """Models that tickets wait for, and that may have further slots (case 3)."""
         self._cramped_bytes: float = math.inf
@@ -105,8 +107,8 @@ class Plan:
         self.again = self.again or self._overtaking.unsettled
         if self.again:
             return  # the next pass knows better
-        for model, entry in self._waiters:
-            self._queue_outside(model, entry)
+        for model, entry, stands in self._waiters:
+            self._queue_outside(model, entry, stands=stands)
         for *_, entry in heads:
             slot = self._coming_slot(entry.ticket.model_id)
             if slot is not None and slot.state is SlotState.LOADING and not self._is_ready(entry.ticket.model_id):
@@ -236,17 +238,19 @@ class Plan:
     def _widen(self, model: Model) -> None:
         """Load a further slot of a model, if nothing stands against it."""
         board = self._board
-        alive = [slot for slot in board.slots.of(model.id) if slot.state in HAS_LIFE - {SlotState.WEDGED}]
+        known = board.models.get(model.id)
+        if known is None or (need := board.claim_of(model.id)) >= self._cramped_bytes:
+            return
+        alive = [slot for slot in board.slots.of(model.id) if slot.state in _MAY_SERVE]
         crowded = board.line.next_for_ready(model.id, self._aged) is not None and not any(
             slot.has_place or slot.state is not SlotState.READY for slot in alive
         )
         if not crowded or len(alive) >= model.replicas:
             return
-        if model != board.models.get(model.id) or board.breaker_state(model.id) != MayStart():
+        if model != known or board.breaker_state(model.id) != MayStart():
             return
-        need, rooms = board.claim_of(model.id), self._sight.rooms
-        host_bytes = board.host_bytes_of(model.id)
-        if need >= self._cramped_bytes or (host_bytes and host_bytes > board.host_room()):
+        rooms, host_bytes = self._sight.rooms, board.host_bytes_of(model.id)
+        if host_bytes and host_bytes > board.host_room():
             return
         if ways := rooms.place(need):
             board.start(model, ways, LEAST_IMPORTANT)
@@ -278,15 +282,14 @@ class Plan:
         elif need < self._hopeless_bytes[overdue] and (victims := self._victims(need, entry.priority, overdue=overdue)):
             ways = place(need, once_gone(rooms.total(), victims), rooms.groups)
             self._start(model, ways[:1], entry, victims)
-        elif self._only_pins_stand_in_the_way(need):
+        elif need > self._sight.reach_unpinned:  # it would not fit if no other model were there (programs may leave)
             self._refuse_all(model.id, refusals.all_pinned(board, model))
         else:
             self._wait(model, entry, was_overdue=overdue)
 
     def _victims(self, need: int, priority: int, *, overdue: bool) -> tuple[Candidate, ...]:
         rooms = self._sight.rooms
-        willing = [one for one in self._sight.candidates if one.yields_to(priority, overdue=overdue)]
-        victims = choose(need, rooms.total(), willing, rooms.groups)
+        victims = choose(need, rooms.total(), self._sight.willing(priority, overdue=overdue), rooms.groups)
         if victims is None:
             self._hopeless_bytes[overdue] = need
         return victims or ()
@@ -304,39 +307,35 @@ class Plan:
         self._sight.forget_candidates()
         self.again = True
 
-    def _only_pins_stand_in_the_way(self, need: int) -> bool:
-        """Would it not fit even if the devices held nothing but the pinned models? (Other programs may leave.)"""
-        rooms = self._sight.unpinned
-        return rooms is not None and not fits(need, rooms, self._sight.rooms.groups)
-
     def _wait(self, model: Model, entry: Entry, *, was_overdue: bool) -> None:
         board, need = self._board, self._board.claim_of(model.id)
         claim = board.claims.get(model.id)
         if claim is None:
             claim = board.claims[model.id] = Claim(model.id, entry, entry.ticket.id)
-        if not self._overtaking.stands(claim):
-            hopeful = need < self._forlorn_bytes
-            if (hopeful or claim.version != board.version) and not self._overtaking.find_rivals(claim, search=hopeful):
+        stands, hopeful = self._overtaking.stands(claim), need < self._forlorn_bytes
+        if not stands and (hopeful or claim.version != board.version):
+            if not self._overtaking.find_rivals(claim, search=hopeful):
                 self._forlorn_bytes = min(self._forlorn_bytes, need)
-        if any(one.stays_on and one.will_yield_to(entry.priority) for one in self._sight.candidates):
+            stands = self._overtaking.stands(claim)
+        if self._sight.resident >= entry.priority:
             claim.wait(board.now_s)
-        if not was_overdue and claim.overdue(board.now_s, board.limits):
+        overdue = claim.overdue(board.now_s, board.limits)
+        if overdue and not was_overdue:
             self.again = True  # what was just loaded is not safe from it
-        if claim.shares is not None and self._overtaking.overdue(claim):
+        if stands and overdue and claim.shares is not None:
             self._sight.rooms.keep(claim.shares)
-        stands = claim.shares is not None and self._overtaking.stands(claim)
-        self.contested |= claim.shares.keys() if claim.shares and stands else self._sight.rooms.total().keys()
-        self._waiters.append((model, entry))
+        self.contested |= claim.shares.keys() if stands and claim.shares else self._sight.rooms.total().keys()
+        self._waiters.append((model, entry, stands))
 
     # -- case 9: memory that others hold ------------------------------------------------------------------------------
 
-    def _queue_outside(self, model: Model, entry: Entry) -> None:
+    def _queue_outside(self, model: Model, entry: Entry, *, stands: bool) -> None:
         """Have a place in the ledger's queue, if that is what helps: if no slot here would make room."""
         board, slot = self._board, self._coming_slot(model.id)
         queued = slot if slot is not None and slot.state is SlotState.QUEUED else None
         if queued is not None:
             board.reprice(queued, entry.priority)
-        if self._overtaking.stands(board.claims[model.id]):
+        if stands:
             return
         rooms, held = self._sight.rooms.total(kept=True), board.held_outside()
         there = {device: room + held[device] for device, room in rooms.items()}
