@@ -6,6 +6,7 @@
     |- WillNeverFit           larger than any device would be when empty
     |- NoRoom                 everything that holds the memory may not be evicted
     |- QueueFull              too many tickets wait already
+    |- TooManyRecordings      as many recordings run as may
     |- QueueTimeout           waited longer than queue.max_wait_s
     |- LoadFailed             the engine could not be started, or ended before it was ready
     |- LoadTimeout            the engine did not become ready in time
@@ -67,6 +68,10 @@ class NoRoom(InferenceError):
 
 class QueueFull(InferenceError):
     """Too many tickets wait already (`queue.max_waiting`)."""
+
+
+class TooManyRecordings(InferenceError):
+    """As many recordings of the requests run as may (`simulation/recorder.py`)."""
 
 
 class QueueTimeout(InferenceError):

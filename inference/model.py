@@ -93,3 +93,14 @@ class Model:
             before, claim_bytes=self.claim_bytes, claim_basis=self.claim_basis, host_bytes=self.host_bytes
         )
         return self != learned
+
+    def ruled_by(self, other: Model) -> Model:
+        """The same engine under the other's rules: what the scheduler alone reads, so that it needs no load."""
+        return replace(
+            self,
+            pin=other.pin,
+            preload=other.preload,
+            replicas=other.replicas,
+            stay_warm_s=other.stay_warm_s,
+            min_residency_s=other.min_residency_s,
+        )

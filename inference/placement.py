@@ -64,7 +64,7 @@ def place(need: int, rooms: Mapping[str, int], groups: Groups) -> tuple[Shares, 
 def reach(rooms: Mapping[str, int], groups: Groups) -> int:
     """The most bytes that `place` finds a way for."""
     together = [spread([rooms[device] for device in group]) for group in groups]
-    return max(0, *rooms.values(), *together)
+    return max([0, *rooms.values(), *together])
 
 
 def once_gone(rooms: Mapping[str, int], victims: Iterable[HasShares]) -> dict[str, int]:

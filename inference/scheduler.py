@@ -260,6 +260,8 @@ class Scheduler:
                 board.remove(slot, "no longer among the known models")
             elif slot.state is SlotState.QUEUED and slot.model != event.models[slot.model.id]:
                 board.remove(slot, "is asked for anew: its model is another now")
+            else:
+                slot.model = slot.model.ruled_by(event.models[slot.model.id])
 
     def _shut_down(self) -> None:
         board = self._board

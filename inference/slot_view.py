@@ -33,7 +33,7 @@ class SlotRecord:
     id: str
     """The model's id; of further slots `model#2` and so on."""
     model: Model
-    """As it was when the slot was started: a changed manifest applies to the next load."""
+    """As it was when the slot was started: a changed manifest applies to the next load, but its rules at once."""
     state: SlotState = SlotState.IDLE
     moved_at_s: float = -math.inf
     """When it came into that state; while it loads, when its lease was granted."""

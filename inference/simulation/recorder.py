@@ -92,9 +92,9 @@ class Recorder:
         """By ticket, what is on its way; only while somebody listens."""
 
     def listen(self, now_s: float, *, names: bool = False) -> Listener:
-        """Somebody wants to hear of everything that comes from now on. QueueFull where too many do already."""
+        """Somebody wants to hear of everything that comes from now on. TooManyRecordings where too many do already."""
         if len(self._listeners) >= MOST_LISTENERS:
-            raise errors.QueueFull(
+            raise errors.TooManyRecordings(
                 f"{MOST_LISTENERS} recordings of the requests run already, and more may not; end one of them"
             )
         listener = Listener(self, now_s, names=names)

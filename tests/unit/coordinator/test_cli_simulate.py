@@ -353,7 +353,7 @@ def test_so_many_may_listen_at_once_and_the_next_is_told(server: Server, tmp_pat
             one_more.request("GET", "/api/v1/trace")
             refused = one_more.getresponse()
             error = json.loads(refused.read())["error"]
-        assert (refused.status, error["code"]) == (429, "queue_full")
+        assert (refused.status, error["code"]) == (429, "too_many_recordings")
         assert f"{MOST_LISTENERS} recordings" in error["message"]
         out = tmp_path / "t.jsonl"
         told = run("trace", "--out", str(out), "--for", "5s", "--url", server.url, code=1).stderr

@@ -226,6 +226,9 @@ class World(Leases, YieldingRules):
             self.models[name] = replace(self.models[name], problem="truncated")
         else:
             self.models[name] = a_model(name, rng.choice([1, 2, 4, 8]), parallel=rng.choice([1, 2]))
+        for slot in self.slots.values():
+            if slot.model is not None and (new := self.models.get(slot.model.id)) is not None:
+                slot.model = replace(slot.model, pin=new.pin, preload=new.preload, replicas=new.replicas)
         self.feed(events.ModelsChanged(self.now, dict(self.models)))
 
     def nonsense(self, name: str) -> list[events.Event]:

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from inference.eviction import UNWANTED, Activity, Candidate, choose
-from inference.placement import fits, once_gone
+from inference.placement import once_gone, reach
 from tests.unit.inference.scheduler_rules import GIB, one_node
 
 IDLE, BUSY, LOADING = Activity.IDLE, Activity.BUSY, Activity.LOADING
@@ -102,12 +102,12 @@ def test_every_set_suffices_and_needs_each_of_its_members_and_no_set_of_lesser_o
             key=lambda one: one.rank,
         )
         need = rng.randrange(4 * GIB, 14 * GIB)
-        if fits(need, rooms, one_node(rooms)):
+        if need <= reach(rooms, one_node(rooms)):
             continue
         victims = choose(need, rooms, candidates, one_node(rooms))
 
         def suffices(some, need=need, rooms=rooms) -> bool:
-            return fits(need, once_gone(rooms, some), one_node(rooms))
+            return need <= reach(once_gone(rooms, some), one_node(rooms))
 
         assert (victims is not None) == suffices(candidates)
         if victims is None:

@@ -602,6 +602,14 @@ def test_a_changed_model_applies_to_the_next_load():
     assert bench.starts["a"].options == ({"d0": 3 * GIB},)
 
 
+def test_the_rules_of_a_changed_model_apply_to_the_slot_it_has():
+    bench = Bench(a_model("a", 6, pin=True), B)
+    bench.up("a")
+    assert bench.ask("b") == ["refuse b1 NoRoom"]
+    bench.tell(events.ModelsChanged(bench.now, {"a": a_model("a", 6, extra_args=("--flash-attn",)), "b": B}))
+    assert bench.ask("b") == ["start b", "drain a", "stop a"]
+
+
 def test_shutting_down_refuses_who_waits_drains_who_runs_and_starts_nothing():
     bench = Bench(A, B, a_model("c", 2), devices=(a_device("d0", 8), a_device("d1", 8)))
     bench.ask("a")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inference.errors import QueueFull
+from inference.errors import TooManyRecordings
 from inference.events import Purpose, Ticket
 from inference.simulation import recorder as recorder_module
 from inference.simulation.recorder import Listener, Recorder
@@ -75,7 +75,7 @@ async def test_what_came_before_is_not_told() -> None:
 async def test_so_many_may_listen_at_once_and_another_when_one_has_gone() -> None:
     recorder = Recorder()
     listeners = [recorder.listen(100.0) for _ in range(recorder_module.MOST_LISTENERS)]
-    with pytest.raises(QueueFull, match="16 recordings"):
+    with pytest.raises(TooManyRecordings, match="16 recordings"):
         recorder.listen(100.0)
     listeners[3].close()
     recorder.listen(100.0)
