@@ -56,7 +56,7 @@ def _pyplot() -> Any:
         import matplotlib
     except ImportError as error:
         raise PlotsMissing(
-            "pictures need matplotlib: pip install 'model-boss[dev]', or leave --out away and take --json"
+            "pictures need matplotlib: pip install 'model-boss[plots]', or leave --out away and take --json"
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot

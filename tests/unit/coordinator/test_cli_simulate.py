@@ -161,7 +161,7 @@ def test_pictures_without_matplotlib_are_refused_before_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def missing() -> None:
-        raise plots.PlotsMissing("pictures need matplotlib: pip install 'model-boss[dev]'")
+        raise plots.PlotsMissing("pictures need matplotlib: pip install 'model-boss[plots]'")
 
     monkeypatch.setattr(plots, "require", missing)
     result = run("simulate", "--synthetic", "requests=10000000", "--out", str(tmp_path), code=1)
