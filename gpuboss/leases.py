@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from gpuboss.devices import Device
 from gpuboss.identity import ProcessIdentity
 from gpuboss.ledger_rows import Ground
-from gpuboss.priority import LEAST_IMPORTANT
+from gpuboss.priority import LEAST_IMPORTANT, OVER_PINNED
 
 __all__ = [
     "GRACE_S",
@@ -126,7 +126,7 @@ class LeaseRequest:
             raise ValueError(f"request id {self.request_id!r} must be letters, digits and '-'")
         if not self.holder.isprintable():
             raise ValueError(f"{self.holder!r} is no name of a holder: it is shown in terminals")
-        if not 0 <= self.priority <= LEAST_IMPORTANT:
+        if not OVER_PINNED <= self.priority <= LEAST_IMPORTANT:
             raise ValueError(f"priority {self.priority} is outside 0-{LEAST_IMPORTANT}")
         if not self.options or not all(self.options):
             raise ValueError(f"{self.holder}: a lease needs at least one option, and every option at least one device")

@@ -13,6 +13,8 @@ CLASSES: Mapping[str, int] = MappingProxyType({"urgent": 1, "high": 5, "normal":
 NORMAL = CLASSES["normal"]
 LOW = CLASSES["low"]
 LEAST_IMPORTANT = 1000
+OVER_PINNED = -1
+"""The class of whom everything yields to, pinned models too: a person's wish, and leases that a person asks for so."""
 
 _HELP = f"one of {', '.join(f'{name} ({number})' for name, number in CLASSES.items())}, or a whole number 0-1000"
 
@@ -31,4 +33,6 @@ def parse_priority(value: str | int) -> int:
 
 def name_of(priority: int) -> str:
     """The class's name where the number has one, else the number as text: what `parse_priority` takes back."""
+    if priority == OVER_PINNED:
+        return "over pinned"
     return next((name for name, number in CLASSES.items() if number == priority), str(priority))

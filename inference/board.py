@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from heapq import heappop, heappush
 
-from gpuboss.priority import LEAST_IMPORTANT
+from gpuboss.priority import LEAST_IMPORTANT, OVER_PINNED
 from inference import actions
 from inference.claim import Claim
-from inference.demand import A_PERSON, Demand, Notice
+from inference.demand import Demand, Notice
 from inference.errors import InferenceError
 from inference.events import DevicesRead, Noticed, Shares, SlotAdopted, Ticket
 from inference.model import Model
@@ -68,7 +68,7 @@ class Board(State):
 
     def notice(self, slot: SlotRecord, told: Noticed) -> None:
         """The slot is asked to yield."""
-        priority = told.priority if told.by else A_PERSON
+        priority = told.priority if told.by else OVER_PINNED
         demand = self.demands.get(told.by)
         if demand is None:
             demand = self.demands[told.by] = Demand(told.by, told.holder, priority, self.now_s)

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from inference.claim import worn_out
 from inference.queue import Entry, QueueLimits, risen
 
-A_PERSON = -1
-"""The class of a person's wish: above everything."""
-
 
 @dataclass(slots=True, eq=False)
 class Demand:
@@ -23,7 +20,7 @@ class Demand:
     holder: str
     """For people."""
     priority: int
-    """The waiting lease's class, or `A_PERSON`."""
+    """The waiting lease's class; of a person's wish, `OVER_PINNED`."""
     since_s: float
     """When it was first heard of: its place among the tickets of its class."""
     overtakes: int = 0

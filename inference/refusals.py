@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from gpuboss.priority import name_of
 from gpuboss.units import format_bytes
 from inference import errors, fault_refusals
 from inference.breaker import Open, Standing
@@ -123,7 +124,7 @@ def queue_timeout(board: State, entry: Entry) -> errors.QueueTimeout:
 
 def preempted(model_id: str, demand: Demand) -> errors.Preempted:
     """The engine's memory goes to somebody more important."""
-    named = "a person" if demand.priority < 0 else f"{demand.holder} (class {demand.priority})"
+    named = "a person" if not demand.by else f"{demand.holder} (class {name_of(demand.priority)})"
     return errors.Preempted(
         f"the memory of model '{model_id}' was taken for {named}, and the request was not done when the grace was over "
         "(`preempt_grace_s` in model-boss.yaml)",

@@ -15,7 +15,8 @@ slots. The ledger gives notice to as few of them as it needs; each decides for i
 4. loading, is cancelled if nobody waits for it, or only those whom case 2 would cut short; they wait on;
 5. pinned, does not yield to leases: pinning says that the memory is not for others to plan with, be it for this pool's
    other models or for holders outside. (Its lease stands in class 0, so that the ledger seldom asks.) A person's wish
-   is another thing: whoever may say that a slot shall go may also say it of a pinned one;
+   is another thing, as is a lease that a person asks for over pinned models: whoever may say that a slot shall go may
+   also say it of a pinned one;
 6. leaving already, just goes on, but what is in flight may be cut short by case 2.
 
 A slot defends itself with the class it has towards other models, or with that of a ticket that waits for it and was
@@ -27,10 +28,10 @@ promised, and the slot stays out until somebody asks for its model.
 
 from __future__ import annotations
 
-from gpuboss.priority import name_of
+from gpuboss.priority import OVER_PINNED, name_of
 from inference import refusals
 from inference.board import Board
-from inference.demand import A_PERSON, Demand, Notice
+from inference.demand import Demand, Notice
 from inference.overtaking import Overtaking
 from inference.queue import Aged, Entry
 from inference.slot_state import LEAVING, SlotState
@@ -79,7 +80,7 @@ class Yielding:
         if slot.notice is None:
             return None
         demand = self._board.demands[slot.notice.by]
-        return None if slot.model.pin and demand.priority != A_PERSON else demand
+        return None if slot.model.pin and demand.priority != OVER_PINNED else demand
 
     def _consider(self, slot: SlotRecord, notice: Notice, demand: Demand) -> bool:
         if self._demand_on(slot) is None:
@@ -146,4 +147,4 @@ def heed(board: Board, slot: SlotRecord) -> None:
 
 
 def _named(demand: Demand) -> str:
-    return "a person" if demand.priority == A_PERSON else f"{demand.holder} (class {name_of(demand.priority)})"
+    return "a person" if not demand.by else f"{demand.holder} (class {name_of(demand.priority)})"

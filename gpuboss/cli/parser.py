@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from gpuboss.cli.exits import Exit, exit_codes
-from gpuboss.priority import CLASSES, NORMAL, parse_priority
+from gpuboss.priority import CLASSES, NORMAL, OVER_PINNED, parse_priority
 from gpuboss.units import parse_duration, parse_memory
 
 __all__ = ["COMMANDS", "build", "own_version", "parse"]
@@ -149,7 +149,15 @@ def _run(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--exclusive", action="store_true", help="the whole of each GPU")
     parser.add_argument("--gpus", type=_value(_count), default=1, metavar="N", help="on how many GPUs (default: 1)")
     _add_devices(parser)
-    _add_priority(parser)
+    importance = parser.add_mutually_exclusive_group()
+    _add_priority(importance)
+    importance.add_argument(
+        "--over-pinned",
+        action="store_const",
+        const=OVER_PINNED,
+        dest="priority",
+        help="before everybody else: pinned models and urgent requests give way too, after a notice",
+    )
     parser.add_argument(
         "--wait",
         type=_value(_seconds),
@@ -328,7 +336,7 @@ def _add_devices(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_priority(parser: argparse.ArgumentParser) -> None:
+def _add_priority(parser: argparse._ActionsContainer) -> None:
     names = ", ".join(CLASSES)
     parser.add_argument(
         "--priority",

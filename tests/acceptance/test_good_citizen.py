@@ -157,6 +157,38 @@ def test_a_stream_of_the_same_class_is_not_cut_and_the_job_has_the_memory_after_
     training.end()
 
 
+def test_a_pinned_model_yields_to_no_class_but_to_a_run_over_pinned_models(
+    subject: Broker, job: Start, demo_models: Path
+) -> None:
+    path = str(demo_models / "robin.gguf")
+    subject.write_manifest("robin", id="robin", path=path, vram="40MiB", context=100_000, pin=True)
+    wait_until(lambda: state_of(subject, "robin") == "ready", "the pinned model to be loaded")
+    with Stream(subject, "robin", "urgent") as stream:
+        waiting = job("80MiB", "0")
+        enough_s = time.monotonic() + 2 * GRACE_S
+        wait_until(lambda: time.monotonic() > enough_s or not stream.flows, "twice the grace to pass")
+        assert stream.flows
+        assert waiting.waits
+        waiting.kill()
+        environment = os.environ | {
+            "GPUBOSS_STATE_DIR": str(subject.state_dir),
+            "GPUBOSS_DEVICES": f"sim0={ROOM_MIB}MiB",
+        }
+        command = [str(Path(sys.executable).parent / "gpuboss"), "run", "--vram", "80MiB", "--over-pinned", "--", "cat"]
+        with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
+            wait_until(lambda: stream.ended_s is not None, "the stream to end")
+            assert stream.error is not None
+            assert stream.error["code"] == "preempted"
+            assert run.stdin is not None
+            assert run.stdout is not None
+            run.stdin.write(b"has it\n")
+            run.stdin.flush()
+            assert run.stdout.readline() == b"has it\n"
+            assert state_of(subject, "robin") == "idle"
+            assert "(class over pinned)" in str(subject.get("/api/v1/slots/robin")[1]["story"])
+    wait_until(lambda: state_of(subject, "robin") == "ready", "the model to come back")
+
+
 def test_a_less_important_stream_ends_with_preempted_when_its_grace_is_over(subject: Broker, job: Start) -> None:
     with Stream(subject, "robin", "batch") as stream:
         training = job("80MiB", "normal")
@@ -167,7 +199,7 @@ def test_a_less_important_stream_ends_with_preempted_when_its_grace_is_over(subj
         assert stream.ended_s is not None
         assert stream.error is not None
         assert (stream.error["code"], stream.whole) == ("preempted", False)
-        assert "job:sft (class 10)" in str(stream.error["message"])
+        assert "job:sft (class normal)" in str(stream.error["message"])
         assert GRACE_S - 0.5 < stream.ended_s - noticed_s < GRACE_S + 1.5
     training.heard("held")
     training.end()

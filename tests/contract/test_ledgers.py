@@ -17,6 +17,7 @@ from gpuboss import errors, session
 from gpuboss.client import Client
 from gpuboss.devices import parse_devices
 from gpuboss.leases import HolderKind, Lease, LeaseRequest, LeaseState, Shares, new_request_id
+from gpuboss.priority import OVER_PINNED
 from gpuboss.settings import LedgerSettings, Timings
 from gpuboss.testing import FakeClock, MemoryLedger
 from gpuboss.watching import LedgerEvent
@@ -414,6 +415,23 @@ async def test_a_more_important_waiter_has_preemptible_holders_told(world: World
     await world.ledger.release(batch)
     async with asyncio.timeout(10):
         assert (await world.ledger.wait_granted(waiter)).shares == {"sim0": 100 * MIB}
+
+
+async def test_who_comes_before_every_class_has_even_the_first_class_told_and_its_turn_first(world: World) -> None:
+    pinned = await held(world, ask(100, holder="slot:pinned", kind=HolderKind.SLOT, priority=0))
+    urgent = await world.ledger.acquire(ask(60, priority=1))
+    assert not await world.has_notice(pinned)
+    over = await world.ledger.acquire(ask(60, holder="job:over", priority=OVER_PINNED))
+    found = await world.ledger.find(pinned.id)
+    assert found is not None
+    assert found.notice is not None
+    assert (found.notice.by, found.notice.priority) == (over.id, OVER_PINNED)
+    await world.ledger.release(pinned)
+    async with asyncio.timeout(10):
+        await world.ledger.wait_granted(over)
+    waiting = await world.ledger.find(urgent.id)
+    assert waiting is not None
+    assert waiting.state is LeaseState.QUEUED
 
 
 async def test_equals_are_not_pushed_out_and_nobody_in_vain(world: World) -> None:

@@ -14,6 +14,7 @@ from gpuboss import errors
 from gpuboss.cli import exits
 from gpuboss.cli.exits import Exit, exit_codes, exit_of
 from gpuboss.cli.parser import COMMANDS, parse
+from gpuboss.priority import OVER_PINNED
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30
@@ -31,6 +32,12 @@ def test_what_is_not_said() -> None:
     told = parse(["run", "--exclusive", "--", "true"])
     assert (told.vram, told.gpus, told.priority, told.wait, told.grace) == (None, 1, 10, None, 30.0)
     assert (told.preempt_signal, told.device, told.preemptible) == (signal.SIGTERM, None, False)
+
+
+def test_a_run_over_pinned_models_comes_before_every_class_and_has_no_other() -> None:
+    assert parse(["run", "--vram", "1GiB", "--over-pinned", "--", "true"]).priority == OVER_PINNED < 0
+    with pytest.raises(SystemExit):
+        parse(["run", "--vram", "1GiB", "--over-pinned", "--priority", "low", "--", "true"])
 
 
 def test_the_command_may_follow_without_a_mark() -> None:

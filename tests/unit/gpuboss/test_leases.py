@@ -19,7 +19,7 @@ def request(**changes: object) -> LeaseRequest:
     [
         {"request_id": ""},
         {"request_id": "a:b"},
-        {"priority": -1},
+        {"priority": -2},
         {"priority": 1001},
         {"options": ()},
         {"options": ({"sim0": 1}, {})},

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from gpuboss.priority import OVER_PINNED
 from inference import events
 from inference.demand import Demand
 from inference.errors import Preempted
@@ -142,7 +143,7 @@ def test_what_is_in_flight_when_the_grace_is_over_ends_with_preempted():
     assert bench.after(0.1) == ["cut a"]
     error = bench.cut["a"]
     assert isinstance(error, Preempted)
-    assert "job:job (class 5)" in error.message
+    assert "job:job (class high)" in error.message
     assert "`preempt_grace_s`" in error.message
     assert bench.served("a1") == []
     assert bench.gone("a") == []
@@ -324,6 +325,27 @@ def test_a_pinned_slot_yields_to_a_person_and_stays_out_until_a_request():
     assert bench.gone("a") == []
     assert bench.after(5.0) == []
     assert bench.ask("a") == ["start a"]
+
+
+def test_a_pinned_slot_yields_to_a_lease_that_is_asked_for_over_pinned_models_and_comes_back():
+    bench = Bench(a_model("a", 6, pin=True))
+    bench.up("a")
+    assert bench.noticed("a", OVER_PINNED) == ["drain a", "stop a"]
+    assert bench.reasons["a"] == "yields to job:job (class over pinned)"
+    bench.gone("a")
+    assert bench.devices(*TAKEN) == []
+    assert bench.after(1.0) == []
+    bench.devices(a_device("d0", 8))
+    assert bench.after(1.0) == ["start a"]
+
+
+def test_what_a_pinned_slot_does_is_cut_short_for_it_when_the_grace_is_over():
+    bench = Bench(a_model("a", 6, pin=True))
+    bench.up("a")
+    bench.ask("a", priority=0)
+    assert bench.noticed("a", OVER_PINNED, grace_s=5.0) == ["drain a"]
+    assert bench.after(5.0) == ["cut a"]
+    assert "(class over pinned)" in bench.cut["a"].message
 
 
 def test_a_persons_wish_comes_before_every_class():
