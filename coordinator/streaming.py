@@ -17,6 +17,8 @@ from inference.slot_state import SlotState
 
 COMMENT_EVERY_S = 1.0
 """A stream that waits this long gets its headers and a comment, then another each time it passes."""
+MOST_COMMENTS = 50
+"""In that time, to all who wait together: where more wait, each is told less often."""
 
 _EVENT_STREAM = b"text/event-stream"
 _STREAM_HEADERS: Headers = [
@@ -32,16 +34,19 @@ async def wait_with_comments(exchange: Exchange, admission: Admission) -> Grant:
     Raises:
         InferenceError: the ticket was refused.
     """
+    pause_s = COMMENT_EVERY_S
     while True:
         try:
-            async with asyncio.timeout(COMMENT_EVERY_S):
+            async with asyncio.timeout(pause_s):
                 return await admission.granted()
         except TimeoutError:
             pass
         if exchange.answer is Answer.NONE:
             model = (b"x-boss-model", admission.ticket.model_id.encode())
             await exchange.begin(200, [(b"x-request-id", exchange.request_id), model, *_STREAM_HEADERS], events=True)
-        await exchange.write(comment(admission.progress()))
+        progress = admission.progress()
+        await exchange.write(comment(progress))
+        pause_s = COMMENT_EVERY_S * max(1.0, progress.waiting / MOST_COMMENTS)
 
 
 def comment(progress: Progress) -> bytes:

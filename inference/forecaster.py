@@ -21,8 +21,8 @@ __all__ = ["Forecaster"]
 
 EVERY_S = 1.0
 """Between the beginnings of two forecasts."""
-WANTED_S = 5.0
-"""How long the last question counts; a waiting stream asks every second."""
+WANTED_S = 15.0
+"""How long the last question counts; a waiting stream asks every second, or every ten where many wait."""
 LATE = 0.8
 """Part of `max_wait_s` after which somebody will soon be told to come back, and when."""
 WORTH_IT_S = 0.5
@@ -44,10 +44,10 @@ class Forecaster:
         self._asked_at_s = -math.inf
 
     def eta_s(self, ticket_id: str) -> float | None:
-        """Seconds until the waiting ticket's turn; None where there is no forecast for it."""
-        self._asked_at_s = time.monotonic()
+        """Seconds until the waiting ticket's turn; None where no forecast says so, or it did not come true."""
+        now_s = self._asked_at_s = time.monotonic()
         turn_s = self._turns_s.get(ticket_id)
-        return None if turn_s is None else max(0.0, turn_s - time.monotonic())
+        return None if turn_s is None or turn_s <= now_s else turn_s - now_s
 
     async def main_loop(self, someone_waits: asyncio.Event) -> None:
         """Make forecasts while somebody waits. Until it is cancelled."""

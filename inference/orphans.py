@@ -127,8 +127,9 @@ def told_of(past: Past) -> dict[str, object]:
 
 
 def forget(state: StateDir, lease: Lease) -> None:
-    """Delete what a shim that was killed could not: its file and its socket."""
-    for path in (state.root / _FOLDER / f"{lease.id}.json", door_for(state, lease.id)):
+    """Delete what a shim that was killed could not: its file, a draft of it, and its socket."""
+    file = state.root / _FOLDER / f"{lease.id}.json"
+    for path in (file, *file.parent.glob(f"{file.name}.*"), door_for(state, lease.id)):
         path.unlink(missing_ok=True)
 
 

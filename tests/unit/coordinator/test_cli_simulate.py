@@ -165,7 +165,7 @@ def test_pictures_without_matplotlib_are_refused_before_the_run(
 
     monkeypatch.setattr(plots, "require", missing)
     result = run("simulate", "--synthetic", "requests=10000000", "--out", str(tmp_path), code=1)
-    assert "model-boss[dev]" in result.stderr
+    assert "model-boss[plots]" in result.stderr
 
 
 def test_nothing_that_draws_is_imported_before_it_is_wanted() -> None:

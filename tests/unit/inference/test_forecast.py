@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -194,6 +195,31 @@ async def test_a_forecaster_looks_ahead_once_somebody_has_waited_and_survives_a_
         task.cancel()
         await asyncio.wait({task})
     assert next(faults, None) is None, "the fault was raised, and the next forecast was made all the same"
+
+
+async def test_a_moment_that_has_passed_is_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(A)
+    bench.now = asyncio.get_running_loop().time() - 10.0
+    bench.tell(events.Arrived(bench.now, Ticket("w1", "a", 10, bench.now, purpose=Purpose.INFER)))
+    looked = Forecaster(bench.scheduler)
+    looked.eta_s("w1")
+
+    async def look_ahead(_: Forecast) -> dict[str, float]:
+        return {"late": time.monotonic() - 0.1, "soon": time.monotonic() + 50.0}
+
+    monkeypatch.setattr(looked, "look_ahead", look_ahead)
+    waits = asyncio.Event()
+    waits.set()
+    task = asyncio.create_task(looked.main_loop(waits))
+    try:
+        async with asyncio.timeout(10):
+            while looked.eta_s("soon") is None:  # noqa: ASYNC110 (what is waited for is a figure, not an event)
+                await asyncio.sleep(0.01)
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    assert looked.eta_s("soon") == pytest.approx(50.0, abs=5.0)
+    assert looked.eta_s("late") is None
 
 
 def test_habits_forget_slowly_and_guess_what_was_never_measured():

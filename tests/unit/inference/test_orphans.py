@@ -14,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpuboss.identity import ProcessIdentity
-from gpuboss.leases import Fence
+from gpuboss.leases import Fence, HolderKind, Lease, LeaseState
 from gpuboss.state_dir import StateDir
 from gpuboss.wire import process_to_wire
 from inference import orphans
@@ -268,3 +268,12 @@ def test_the_version_before_is_understood(state: StateDir) -> None:
 def test_where_the_folder_cannot_be_made_nothing_is_found(tmp_path: Path) -> None:
     (tmp_path / "orphans").write_text("in the way")
     assert orphans.find(StateDir(tmp_path)) == []
+
+
+def test_what_a_killed_shim_left_of_an_engine_is_forgotten_with_its_lease_and_nothing_else(state: StateDir) -> None:
+    path = write(state)
+    draft, others = path.with_name(f"{path.name}.4711"), write(state, name="abcd")
+    draft.write_text("{")
+    lease = Lease("abc", "abc", "slot:owl", HolderKind.SLOT, LeaseState.ACTIVE, {}, 10, Fence(7, 8), 1, ME, 0)
+    orphans.forget(state, lease)
+    assert list(path.parent.iterdir()) == [others]
