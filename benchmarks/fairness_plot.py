@@ -14,37 +14,41 @@ COLOURS = ("#e0a458", "#2f7ebc", "#c8553d")
 class Waits(Protocol):
     """What one server did: `fairness.Course`."""
 
-    rounds: list[list[Answer]]
+    rounds: dict[str, list[list[Answer]]]
     steady: list[Answer]
     probes: list[Answer]
 
 
 def draw(courses: Mapping[str, Waits], bound_s: float, path: Path) -> None:
-    """Write a PNG: above the last round of the overload, below the steady traffic with its bound."""
+    """Write a PNG: the last round of the overload, scene by scene, and below the steady traffic with its bound."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    size = (5.5 * len(courses), 7)
-    figure, panels = pyplot.subplots(2, len(courses), figsize=size, sharey="row", constrained_layout=True)
+    scenes = list(next(iter(courses.values())).rounds)
+    rows = len(scenes) + 1
+    size = (5.5 * len(courses), 3.5 * rows)
+    figure, panels = pyplot.subplots(rows, len(courses), figsize=size, sharey="row", constrained_layout=True)
     colours = dict(zip(_models(courses), COLOURS, strict=False))
     for column, (name, course) in enumerate(courses.items()):
-        above, below = panels[0][column], panels[1][column]
-        _scatter(above, course.rounds[-1], colours)
-        above.set_title(f"{name}: overload")
-        _scatter(below, [*course.steady, *course.probes], colours)
-        below.axhline(bound_s, color="black", linestyle=":", linewidth=1, label="bound")
-        below.set_title(f"{name}: steady traffic on one model")
-        for panel in (above, below):
-            panel.set(xlabel="came at, s", ylabel="waited, s")
-        below.legend(frameon=False)
+        for row, scene in enumerate(scenes):
+            _scatter(panels[row][column], course.rounds[scene][-1], colours)
+            panels[row][column].set_title(f"{name}: overload, {scene}")
+        lowest = panels[-1][column]
+        _scatter(lowest, [*course.steady, *course.probes], colours)
+        lowest.axhline(bound_s, color="black", linestyle=":", linewidth=1, label="bound")
+        lowest.set_title(f"{name}: steady traffic on one model")
+        lowest.legend(frameon=False)
+        for row in range(rows):
+            panels[row][column].set(xlabel="came at, s", ylabel="waited, s")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
 def _models(courses: Mapping[str, Waits]) -> list[str]:
-    return sorted({one.model for course in courses.values() for answers in course.rounds for one in answers})
+    every = (answers for course in courses.values() for rounds in course.rounds.values() for answers in rounds)
+    return sorted({one.model for answers in every for one in answers})
 
 
 def _scatter(panel: object, answers: Sequence[Answer], colours: Mapping[str, str]) -> None:

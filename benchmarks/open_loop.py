@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -43,15 +43,23 @@ class Answer:
     """When the last byte was there, or the caller gave up."""
 
 
-def arrivals(models: Sequence[str], *, rate: float, seconds: float, seed: int) -> list[Arrival]:
+Demand = Mapping[str, float]
+"""How often each of the models is asked for, in any unit."""
+
+
+def arrivals(demand: Demand, *, rate: float, seconds: float, seed: int) -> list[Arrival]:
     """A Poisson process: so many a second, each for one of the models at random."""
     rng = random.Random(seed)
     coming: list[Arrival] = []
     at_s = rng.expovariate(rate)
     while at_s < seconds:
-        coming.append(Arrival(f"caller-{seed}-{len(coming)}", at_s, rng.choice(models)))
+        coming.append(Arrival(f"caller-{seed}-{len(coming)}", at_s, _any_model(demand, rng)))
         at_s += rng.expovariate(rate)
     return coming
+
+
+def _any_model(demand: Demand, rng: random.Random) -> str:
+    return rng.choices(list(demand), list(demand.values()))[0]
 
 
 class Callers:
@@ -81,14 +89,14 @@ class Callers:
             under_way.append(asyncio.create_task(self.ask(arrival.model, arrival.name)))
         return list(await asyncio.gather(*under_way))
 
-    async def insist(self, models: Sequence[str], *, callers: int, until: asyncio.Event) -> list[Answer]:
+    async def insist(self, demand: Demand, *, callers: int, until: asyncio.Event) -> list[Answer]:
         """So many callers, each asking again for one of the models at random as soon as it is answered."""
         rng = random.Random(callers)
 
         async def one(name: str) -> list[Answer]:
             answers = []
             while not until.is_set():
-                answers.append(await self.ask(rng.choice(models), name))
+                answers.append(await self.ask(_any_model(demand, rng), name))
             return answers
 
         everyone = await asyncio.gather(*(one(f"steady-{number}") for number in range(callers)))

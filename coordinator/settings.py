@@ -91,7 +91,11 @@ class QueueSettings(BaseModel):
     max_overtakes: Whole = Field(
         default=16, ge=0, description="How many requests for a loaded model may overtake one that waits for a load."
     )
-    max_overtaken_s: Seconds = Field(default=20.0, ge=0, description="How long they may do so.")
+    max_overtaken_s: Seconds = Field(
+        default=20.0,
+        ge=0,
+        description="How long they may do so; as long may a model that was just loaded serve who waited for that.",
+    )
     aging_s: Seconds = Field(
         default=60.0, gt=0, description="After this long, the oldest waiting request rises a class."
     )

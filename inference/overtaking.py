@@ -9,7 +9,8 @@ of the same and submitted later) is an overtaking. After `max_overtakes` of them
 ticket that comes after the leader until that had its turn, and `min_residency_s` protects them no more. But
 
 1. no rival is held while one of them works in a class that keeps it from yielding: the others would idle in vain; and
-2. a slot that has just loaded takes one batch: its load would have been in vain.
+2. a slot that has just loaded takes one batch, or its load would have been in vain; and who already waited for it then
+   has its turn by that load, for `max_overtaken_s` at most. With more waiting, turns get longer, and swaps fewer.
 
 The turn of a leader ends its claim; the ticket that leads next starts with none.
 """
@@ -56,7 +57,8 @@ class Overtaking:
         leader = self._held.get(slot.id)
         if leader is None or entry < leader:
             return False
-        return slot.taken >= slot.model.parallel  # case 2
+        board = self._board
+        return not slot.owes(entry, board.now_s, board.limits.max_overtaken_s)  # case 2
 
     def granted(self, slot: SlotRecord, entry: Entry) -> None:
         """Count a grant against those it overtakes."""

@@ -42,7 +42,8 @@ class QueueLimits:
     max_overtakes: int = 16
     """Tickets for loaded models that may pass a ticket while it leads the queue of a model that is not loaded."""
     max_overtaken_s: float = 20.0
-    """Seconds, from the first such overtaking, after which there is no further one."""
+    """Seconds, from the first such overtaking, after which there is no further one; and, from when a model is ready,
+    in which those who waited for it then are served, whoever else waits."""
     aging_s: float = 60.0
     """Seconds of waiting per class that a ticket rises, and of idling per class that a slot falls."""
     load_grace_s: float = 10.0

@@ -11,7 +11,8 @@ slots. The ledger gives notice to as few of them as it needs; each decides for i
    because the demand, which was there before, could not use it yet and let the slot pass;
 3. busy with work of the same class else, yields when it is idle next. Tickets that come after the demand may pass it as
    often and as long as they may pass a ticket (`max_overtakes`, `max_overtaken_s`), then none is let in any more. As
-   there, a slot that has just loaded takes one batch, and one that works for somebody more important is not held;
+   there, a slot that has just loaded serves who waited for it, and one that works for somebody more important is not
+   held;
 4. loading, is cancelled if nobody waits for it, or only those whom case 2 would cut short; they wait on;
 5. pinned, does not yield to leases: pinning says that the memory is not for others to plan with, be it for this pool's
    other models or for holders outside. (Its lease stands in class 0, so that the ledger seldom asks.) A person's wish
@@ -62,9 +63,10 @@ class Yielding:
         demand = self._demand_on(slot)
         if demand is None or not self._comes_before(demand, entry):
             return False
-        if slot.taken < slot.model.parallel or self._defends(slot, demand) < demand.priority:
+        now_s, limits = self._board.now_s, self._board.limits
+        if slot.owes(entry, now_s, limits.max_overtaken_s) or self._defends(slot, demand) < demand.priority:
             return False
-        return demand.overdue(self._board.now_s, self._board.limits)
+        return demand.overdue(now_s, limits)
 
     def granted(self, slot: SlotRecord, entry: Entry) -> None:
         """Count a grant against whom it overtakes."""

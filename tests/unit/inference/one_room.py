@@ -1,8 +1,8 @@
 """A smaller world for the bounds of overtaking: room for one model, several in demand, one class, nothing goes wrong.
 
 There it is plain what an overtaking is, so it can be counted without asking the scheduler: a grant on the loaded model
-to a ticket submitted after one that leads the queue of a model which is not loaded. Exempt, as the rules say, are the
-first batch after a load and grants while the slot works for somebody who has risen above the leader.
+to a ticket submitted after one that leads the queue of a model which is not loaded. Exempt, as the rules say, are those
+whom the load is owed to and grants while the slot works for somebody who has risen above the leader.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ class OneRoom(World):
         self.first: set[str] = set()
         """Tickets that came first for a model that was not loaded."""
         """By leader, the moments it was overtaken."""
-        self.taken: dict[str, int] = {}
-        """Grants of the present life, by model."""
 
     def people(self) -> None:
         rng = self.rng
@@ -52,18 +50,13 @@ class OneRoom(World):
         self.purposes = [Purpose.INFER]
         self.job_gap_s, self.slots_pass = None, False
 
-    def start(self, action: actions.Start) -> None:
-        super().start(action)
-        self.taken[action.slot_id] = 0
-
     def granted(self, action: actions.Grant) -> None:
         slot, ticket = self.slots[action.slot_id], self.callers[action.ticket_id].ticket
         assert slot.model is not None
-        first_batch = self.taken[action.slot_id] < slot.model.parallel
-        leaders = [leader for leader in self.leaders() if not first_batch and self.comes_after(ticket, leader)]
+        owed = self.is_owed(slot, ticket)
+        leaders = [leader for leader in self.leaders() if not owed and self.comes_after(ticket, leader)]
         exempt = [leader for leader in leaders if self.class_of_slot(slot) < self.class_of(leader)]
         super().granted(action)
-        self.taken[action.slot_id] += 1
         for leader in leaders:
             if leader not in exempt:
                 self.overtaken(leader, ticket)
@@ -89,7 +82,7 @@ class TwoModels(OneRoom):
     """Two models and room for one: how long the first who waits for the other one waits, at most.
 
     The bound of overtaking; then what runs when it is over, and the load. Besides, where the loaded model was only
-    being loaded when the ticket came: that load, and the one batch that it is owed.
+    being loaded when the ticket came: that load, and those whom it is owed to.
     """
 
     def people(self) -> None:

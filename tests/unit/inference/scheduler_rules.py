@@ -158,6 +158,12 @@ class Rules:
         better = [one for one in reversed(CLASSES) if 5 <= one < ticket.priority]
         return better[min(steps, len(better)) - 1] if steps and better else ticket.priority
 
+    def is_owed(self, slot: Slot, ticket: Ticket) -> bool:
+        """Is it of the first batch after the load, or did it wait for that load, no longer ago than is allowed?"""
+        assert slot.model is not None
+        waited = ticket.submitted_at_s < slot.ready_at and self.now < slot.ready_at + self.limits.max_overtaken_s
+        return waited or slot.taken < slot.model.parallel
+
     def class_of_slot(self, slot: Slot) -> int:
         """The class an idle slot has fallen to, or a busy one works for."""
         steps = int((self.now - slot.idle_since) / self.limits.aging_s)

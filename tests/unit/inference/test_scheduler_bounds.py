@@ -115,6 +115,37 @@ def test_a_model_just_loaded_serves_one_batch_before_it_is_held():
     assert bench.served("a3") == ["start b", "drain a", "stop a"]
 
 
+def a_contested_load(limits: QueueLimits) -> Bench:
+    """`a` is loaded for `a1`, and `a3` and `a4` waited for it too; `b2`, which came before these, is overdue."""
+    bench = Bench(A, B, limits=limits)
+    bench.ask("a")
+    bench.now = 1.0
+    bench.ask("b")
+    bench.now = 2.0
+    for _ in range(2):
+        bench.ask("a")
+    bench.now = 3.0
+    assert bench.up("a") == ["grant a1"]
+    return bench
+
+
+def test_who_waited_for_a_load_has_its_turn_by_it_and_who_comes_later_has_not():
+    bench = a_contested_load(QueueLimits(max_overtakes=0, max_overtaken_s=20.0))
+    bench.now = 4.0
+    bench.ask("a")
+    assert bench.served("a1") == ["grant a3"]
+    assert bench.served("a3") == ["grant a4"]
+    assert bench.served("a4") == ["start b", "drain a", "stop a"]
+
+
+def test_a_load_serves_who_waited_for_it_no_longer_than_max_overtaken_s():
+    bench = a_contested_load(QueueLimits(max_overtakes=0, max_overtaken_s=20.0))
+    bench.now = 3.0 + 19.0
+    assert bench.served("a1") == ["grant a3"]
+    bench.now = 3.0 + 20.0
+    assert bench.served("a3") == ["start b", "drain a", "stop a"]
+
+
 def test_overtakings_pass_to_the_next_ticket_only_if_it_was_there():
     bench = a_served_bench(QueueLimits(max_overtakes=2, max_overtaken_s=math.inf))
     bench.ask("b")

@@ -102,7 +102,7 @@ class YieldingRules(Rules):
         if demand is None or slot.model is None or slot.model.pin or self.goes_first(ticket, demand):
             return
         moments = self.suffered.setdefault(demand, [])
-        if slot.taken >= slot.model.parallel and self.class_of_slot(slot) >= demand.priority:
+        if not self.is_owed(slot, ticket) and self.class_of_slot(slot) >= demand.priority:
             self.must(
                 len(moments) < max(1, self.limits.max_overtakes) and self.limits.max_overtakes > 0,
                 f"9: {demand} is overtaken by {ticket} after {len(moments)} times",
