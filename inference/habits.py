@@ -18,6 +18,8 @@ _UNKNOWN_STOP_S = 0.3
 """Assumed from a stop to the memory's being back, before any was measured."""
 _UNKNOWN_RATE = 1e9
 """Bytes per second assumed of loads before any was measured."""
+_RECENT = 8
+"""So many of its last arrivals say in which classes a model is asked for."""
 _FORGOTTEN_S = 60.0
 """A model that nobody asked for in this time, or in five times its usual gap, is not expected to be asked for."""
 
@@ -29,6 +31,18 @@ class _Habit:
     gap_s: float | None = None
     """Between two arrivals."""
     arrived_at_s: float | None = None
+    classes: tuple[int, ...] = ()
+    """Of the last arrivals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The requests that a model may be expected to get."""
+
+    gap_s: float
+    """Seconds between two of them."""
+    classes: tuple[int, ...]
+    """Theirs, by turns."""
 
 
 class Habits:
@@ -41,9 +55,10 @@ class Habits:
         """Bytes per second of loads, whichever."""
         self._stop_s: float | None = None
 
-    def arrived(self, model_id: str, at_s: float) -> None:
+    def arrived(self, model_id: str, priority: int, at_s: float) -> None:
         """Somebody asked for the model."""
         habit = self._of(model_id)
+        habit.classes = (*habit.classes, priority)[-_RECENT:]
         if habit.arrived_at_s is not None:
             habit.gap_s = _mean(habit.gap_s, at_s - habit.arrived_at_s)
         habit.arrived_at_s = at_s
@@ -89,10 +104,10 @@ class Habits:
         """Was any request served? Before that, every forecast is a guess."""
         return self._any_service_s is not None
 
-    def gaps_s(self, now_s: float) -> Mapping[str, float]:
-        """Seconds between two arrivals of the models that somebody is expected to ask for."""
+    def expected(self, now_s: float) -> Mapping[str, Expected]:
+        """What is to come, of the models that somebody is expected to ask for."""
         return {
-            model_id: habit.gap_s
+            model_id: Expected(habit.gap_s, habit.classes)
             for model_id, habit in self._habits.items()
             if habit.gap_s is not None
             and habit.arrived_at_s is not None

@@ -111,7 +111,7 @@ class Scheduler:
             board.turn_away(ticket, refusals.queue_full(board))
             return
         board.line_up(ticket)
-        board.habits.arrived(ticket.model_id, board.now_s)
+        board.habits.arrived(ticket.model_id, ticket.priority, board.now_s)
         for slot in board.slots.of(ticket.model_id):
             slot.stays_out, slot.unwanted_since_s = False, None
         if ticket.purpose is Purpose.LOAD and (breaker := board.breakers.get(ticket.model_id)) is not None:

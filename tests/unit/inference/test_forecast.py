@@ -14,7 +14,7 @@ from inference import actions, events, forecaster
 from inference.events import Purpose, Ticket
 from inference.forecast import Forecast
 from inference.forecaster import Forecaster
-from inference.habits import Habits
+from inference.habits import Expected, Habits
 from inference.model import Model
 from inference.queue import QueueLimits
 from inference.scheduler import Scheduler
@@ -239,8 +239,8 @@ def test_habits_forget_slowly_and_guess_what_was_never_measured():
 
 def test_only_models_that_are_still_asked_for_are_expected_again():
     habits = Habits()
-    for at_s in (0.0, 2.0, 4.0):
-        habits.arrived("a", at_s)
-    habits.arrived("once", 4.0)
-    assert habits.gaps_s(5.0) == {"a": pytest.approx(2.0)}
-    assert habits.gaps_s(50.0) == {}
+    for at_s, priority in ((0.0, 10), (2.0, 20), (4.0, 10)):
+        habits.arrived("a", priority, at_s)
+    habits.arrived("once", 10, 4.0)
+    assert habits.expected(5.0) == {"a": Expected(pytest.approx(2.0), (10, 20, 10))}
+    assert habits.expected(50.0) == {}
