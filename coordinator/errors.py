@@ -38,6 +38,8 @@ from gpuboss.errors import GpubossError
 from inference import errors as inference_errors
 from inference.errors import InferenceError
 
+DO_NOT_REPEAT = (b"x-should-retry", b"false")
+"""The header that the official clients obey: asking again would give the same answer."""
 MAX_RETRY_AFTER_S = 60.0
 """The SDKs ignore longer ones."""
 
@@ -243,7 +245,7 @@ def render(error: BaseException) -> Rendered:
         param = "model"
     headers: list[tuple[bytes, bytes]] = []
     if kind.retry_after_s is None:
-        headers.append((b"x-should-retry", b"false"))
+        headers.append(DO_NOT_REPEAT)
     else:
         headers.append((b"retry-after", b"%d" % _retry_after_s(error, kind.retry_after_s)))
     if isinstance(error, MethodRefused):

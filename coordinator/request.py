@@ -53,13 +53,19 @@ async def understand(exchange: Exchange, registry: Resolver) -> Wanted:
     body = parse_object(raw)
     asked = extensions.parse(body, exchange.scope["headers"])
     name = body.get("model")
-    model = _resolve(registry, model_name(name) or query_model(exchange))
+    model = resolve(registry, model_name(name) or query_model(exchange))
     if name != model.id or any(key.startswith(extensions.BODY_PREFIX) for key in body):
         raw = orjson.dumps(extensions.without(body) | {"model": model.id})
     return Wanted(model, raw, body.get("stream") is True, asked)
 
 
-def _resolve(registry: Resolver, name: str | None) -> Model:
+def resolve(registry: Resolver, name: str | None) -> Model:
+    """The model of that name, or the default one.
+
+    Raises:
+        ModelNotFound: there is none of that name.
+        BadRequest: no name, and no default.
+    """
     try:
         return registry.resolve(name)
     except ModelNotFound as error:

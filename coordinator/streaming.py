@@ -85,13 +85,14 @@ async def relay(exchange: Exchange, response: EngineResponse, boss: Headers) -> 
     if response.status == 200 and kind.startswith(_EVENT_STREAM):
         await _relay_events(exchange, response, boss)
         return
-    body = await response.read()
+    body, headers = await response.read(), [*boss, (b"content-type", kind)]
     if response.status >= 400:
         body = errors.from_engine(response.status, body)
+        headers.append(errors.DO_NOT_REPEAT)  # the engine is there and will not have it
     if exchange.answer is Answer.EVENTS:  # the headers left while the ticket waited
         await exchange.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n")
         return
-    await exchange.reply(response.status, [*boss, (b"content-type", kind)], body)
+    await exchange.reply(response.status, headers, body)
 
 
 async def relay_raw(exchange: Exchange, response: EngineResponse, boss: Headers) -> None:

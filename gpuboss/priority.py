@@ -13,6 +13,8 @@ CLASSES: Mapping[str, int] = MappingProxyType({"urgent": 1, "high": 5, "normal":
 NORMAL = CLASSES["normal"]
 LOW = CLASSES["low"]
 LEAST_IMPORTANT = 1000
+PINNED = 0
+"""The class of a pinned model's lease: it yields to `OVER_PINNED` alone."""
 OVER_PINNED = -1
 """The class of whom everything yields to, pinned models too: a person's wish, and leases that a person asks for so."""
 

@@ -67,7 +67,7 @@ class Manifest(BaseModel):
     options: dict[str, Any] = Field(default={}, description="Options of the backend, by name.")
     extra_args: tuple[str, ...] = Field(default=(), description="Further command line arguments for the engine.")
     env: dict[str, str] = Field(default={}, description="Further environment variables for the engine.")
-    pin: Flag = Field(default=False, description="Load at start and never evict.")
+    pin: Flag = Field(default=False, description="Load at start, or as soon as there is room, and never evict.")
     preload: Flag = Field(default=False, description="Load at start and whenever there is free room; may be evicted.")
     stay_warm_s: Seconds | None = Field(
         default=None, description='How long it stays loaded after its last request: seconds, or a text like "10m".'

@@ -81,8 +81,8 @@ def all_pinned(board: State, model: Model) -> errors.NoRoom:
     )
     return errors.NoRoom(
         f"model '{model.id}' needs {format_bytes(board.claim_of(model.id))}, and that room is held by pinned models, "
-        f"which are never evicted: {pinned}; of {_room_text(board)}. "
-        "Remove `pin` from a model's manifest, or unload one"
+        f"which are never evicted: {pinned}; {_room_text(board)}. "
+        "Unload one of them, or take `pin` out of its manifest"
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import assert_never
 
-from gpuboss.priority import LEAST_IMPORTANT
+from gpuboss.priority import LEAST_IMPORTANT, PINNED
 from inference import events, refusals, returning, yielding
 from inference.actions import Action
 from inference.board import Board
@@ -25,8 +25,6 @@ from inference.plan import Plan
 from inference.queue import QueueLimits
 from inference.slot_state import HAS_LIFE, HOLDS_MEMORY, LEAVING, SlotState
 from inference.slot_view import SlotRecord, SlotView
-
-MOST_IMPORTANT = 0
 
 
 class Scheduler:
@@ -305,7 +303,7 @@ class Scheduler:
         if slot.state is SlotState.LOADING and not board.line.wants(slot.model.id):
             board.reprice_load(slot, LEAST_IMPORTANT)
         elif slot.model.pin and slot.leased:
-            board.reprice(slot, MOST_IMPORTANT)
+            board.reprice(slot, PINNED)
         elif slot.leased:
             priority = board.priority_of(slot)
             # A notice was given to the class the lease has; only one that would take the notice back is worth telling.
@@ -343,7 +341,7 @@ class Scheduler:
         slot = board.slots.get(slot_id)
         if slot is None:
             waiting = len(board.line.waiting_for(slot_id))
-            return SlotView(slot_id, slot_id, SlotState.IDLE, {}, 0, waiting, None, None, None, None, None, None, None)
+            return SlotView(slot_id, slot_id, SlotState.IDLE, waiting=waiting)
         waiting = len(board.line.waiting_for(slot.model.id))
         ready = slot.state is SlotState.READY
         leaves = ready and self._leaves_when_idle(slot) and slot.warm_until_s < math.inf
@@ -359,6 +357,7 @@ class Scheduler:
             last_used_s=slot.last_used_s,
             last_load_s=slot.last_load_s,
             warm_until_s=slot.warm_until_s if leaves else None,
+            pinned=slot.model.pin,
             beneficiary=slot.beneficiary,
             noticed_by=board.demands[slot.notice.by].holder if slot.notice is not None else None,
         )

@@ -143,20 +143,22 @@ class SlotView:
     slot_id: str
     model_id: str
     state: SlotState
-    shares: Shares
+    shares: Shares = field(default_factory=dict)
     """Claimed bytes by device; empty when nothing is."""
-    in_flight: int
-    waiting: int
+    in_flight: int = 0
+    waiting: int = 0
     """Tickets that wait for this model."""
-    priority: int | None
+    priority: int | None = None
     """The class it defends itself with; None while it is not ready."""
-    ready_at_s: float | None
+    ready_at_s: float | None = None
     """Monotonic; None when it never was."""
-    last_used_s: float | None
-    last_load_s: float | None
-    warm_until_s: float | None
+    last_used_s: float | None = None
+    last_load_s: float | None = None
+    warm_until_s: float | None = None
     """When it leaves if it stays idle, monotonic; None when it does not leave by itself, or is not ready."""
-    beneficiary: str | None
+    pinned: bool = False
+    """As its manifest says now."""
+    beneficiary: str | None = None
     """The model it makes room for."""
-    noticed_by: str | None
+    noticed_by: str | None = None
     """Who outside waits for its memory, for people; None when nobody does."""

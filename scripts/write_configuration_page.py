@@ -32,7 +32,7 @@ HEAD = """\
 what is in force and where it comes from, `model-boss config schema` gives a JSON schema to editors. Everything is
 optional.
 
-The file is the first of: `--config FILE`, `MODEL_BOSS_CONFIG`, `./model-boss.yaml`,
+The file is the first of: `--config FILE`, the file that `MODEL_BOSS_CONFIG` names, `./model-boss.yaml`,
 `$XDG_CONFIG_HOME/model-boss/model-boss.yaml`, `/etc/model-boss/model-boss.yaml`. The environment wins over the file,
 and the command line over both. Paths in a file start at that file. Durations are seconds or texts like `30s`, `5m`,
 `2h`; sizes are bytes or texts like `512MiB`, `20GiB`. An unknown key is an error that names the nearest known one.

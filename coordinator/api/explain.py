@@ -30,11 +30,11 @@ def routes(broker: Broker) -> APIRouter:
         priority: Annotated[str, Query(description="A class, or 0 to 1000.")] = "normal",
     ) -> dict[str, Any]:
         """What would become of a request for the model in that class, if it came now."""
-        wanted = broker.pool.registry.resolve(request.model_name(model))
+        wanted = request.resolve(broker.pool.registry, request.model_name(model))
         try:
             number = parse_priority(priority[:LONGEST_PRIORITY])
         except ValueError as error:
-            raise BadRequest(f"priority: {error}", param="priority") from None
+            raise BadRequest(str(error), param="priority") from None
         return shown(await broker.pool.explain(wanted, number))
 
     return router

@@ -65,7 +65,7 @@ def shown(pool: Pool, slot: Slot, peaks: Peaks = _NO_PEAKS) -> dict[str, Any]:
         "load_fraction": slot.load_fraction,
         "last_load_s": slot.last_load_s,
         "priority": name_of(view.priority) if view.priority is not None else None,
-        "pin": slot.model.pin,
+        "pin": view.pinned,
         "stays_s": _seconds_to(view.warm_until_s),
         "leaves_for": view.beneficiary if slot.state in LEAVING else None,
         "yields_to": view.noticed_by,

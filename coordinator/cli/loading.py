@@ -38,7 +38,8 @@ def unload(model: ModelArgument, url: UrlOption = None, config: ConfigOption = N
         print_json(answer)
         return
     with link.reading():
-        say(f"{answer['model']} is {answer['state']}")
+        is_out = answer["state"] == "idle"
+        say(f"{answer['model']} is {'not loaded now' if is_out else answer['state']}")
 
 
 def _wish(link: Link, model: str, verb: str, text: str) -> Any:

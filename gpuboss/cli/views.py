@@ -137,12 +137,13 @@ def lease_fields(lease: Lease, pids: Pids) -> dict[str, Any]:
 
 def lease_cells(lease: Lease, uses: Iterable[DeviceUse], pids: Pids) -> tuple[str, ...]:
     """A lease's row under LEASE_COLUMNS."""
-    preemptible = " (yields)" if lease.preemptible else ""
+    importance = "pinned" if words.is_pinned(lease) else name_of(lease.priority)
+    preemptible = " (yields)" if lease.preemptible and not words.is_pinned(lease) else ""
     pid = _pid(lease, pids)
     return (
         words.short_id(lease.id),
         lease.holder,
-        f"{name_of(lease.priority)}{preemptible}",
+        f"{importance}{preemptible}",
         _state(lease),
         words.ago(lease.since_ms),
         "-" if pid is None else str(pid),

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from gpuboss.cli.speech import printable
 from gpuboss.devices import Device, DeviceKind
-from gpuboss.leases import HOLDS_MEMORY, DeviceUse, Lease, LeaseState, Notice, Shares, Snapshot
-from gpuboss.priority import name_of
+from gpuboss.leases import HOLDS_MEMORY, DeviceUse, HolderKind, Lease, LeaseState, Notice, Shares, Snapshot
+from gpuboss.priority import PINNED, name_of
 from gpuboss.units import format_bytes
 
 __all__ = ["ago", "device_name", "duration", "foreign", "in_order", "memory", "notice", "shares", "short_id", "waiting"]
@@ -166,9 +166,16 @@ def _holders(leases: Iterable[Lease], uses: Sequence[DeviceUse]) -> str:
     return _few([text for _, text in held])
 
 
+def is_pinned(lease: Lease) -> bool:
+    """Is it that of a model which yields to nobody but to `gpuboss run --over-pinned`?"""
+    return lease.kind is HolderKind.SLOT and lease.priority == PINNED
+
+
 def _remark(lease: Lease) -> str:
     if lease.notice is not None:
         return f" (told to yield, {max(0.0, lease.notice.left_s):.0f} s left)"
+    if is_pinned(lease):
+        return " (pinned: unload it, or use --over-pinned)"
     return " (not renewed)" if lease.state is LeaseState.ENDING else ""
 
 

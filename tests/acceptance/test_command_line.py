@@ -56,7 +56,7 @@ def test_load_ps_logs_unload(subject: Broker) -> None:
     log = command(subject, "logs", "robin", "-n", "500")
     assert "llama" in log
     assert command(subject, "logs", "robin", "-n", "1").strip() in log
-    assert "robin is idle" in command(subject, "unload", "robin")
+    assert "robin is not loaded now" in command(subject, "unload", "robin")
     assert "robin" not in command(subject, "ps")
 
 

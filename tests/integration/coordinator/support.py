@@ -177,6 +177,7 @@ class FakePool:
             last_used_s=None,
             last_load_s=slot.last_load_s,
             warm_until_s=time.monotonic() + 300 if ready and not slot.model.pin else None,
+            pinned=slot.model.pin,
             beneficiary=self.beneficiary,
             noticed_by=self.noticed_by,
         )

@@ -184,6 +184,17 @@ async def test_the_engines_refusal_comes_back_in_our_shape(tmp_dir: Path) -> Non
         assert response.headers["x-boss-model"] == "robin"
 
 
+async def test_what_an_engine_will_not_do_is_not_asked_again(tmp_dir: Path) -> None:
+    async with serving(tmp_dir) as broker:
+        error = {"code": 501, "message": "no embeddings here", "type": "not_supported_error"}
+        broker.engine.script = reply({"error": error}, status="501 Not Implemented")
+        response = await broker.chat()
+        assert (response.status, (await response.json())["error"]["code"]) == (501, "not_supported")
+        assert response.headers["x-should-retry"] == "false"
+        broker.engine.script = reply({"choices": []})
+        assert "x-should-retry" not in (await broker.chat()).headers
+
+
 async def test_an_engine_that_dies_before_it_answers_is_a_502(tmp_dir: Path) -> None:
     async with serving(tmp_dir) as broker:
 

@@ -262,7 +262,7 @@ def test_a_refusal_is_told_in_the_brokers_words(broker: FakeBroker) -> None:
 
 def test_unload_tells_the_state_afterwards(broker: FakeBroker) -> None:
     broker.answers["POST /api/v1/models/robin/unload"] = {"model": "robin", "state": "idle"}
-    assert "robin is idle" in call("unload", "robin", "--url", broker.url).stdout
+    assert "robin is not loaded now" in call("unload", "robin", "--url", broker.url).stdout
 
 
 def test_ids_with_a_slash_reach_the_broker_whole(broker: FakeBroker) -> None:

@@ -59,6 +59,12 @@ def test_a_waiter_is_told_its_place_the_numbers_and_the_holders() -> None:
     )
 
 
+def test_a_waiter_is_told_that_a_model_in_its_way_is_pinned_and_what_helps() -> None:
+    mine, pinned = lease("job:late", position=1), lease("slot:robin", {"GPU-0": 24}, kind=HolderKind.SLOT, priority=0)
+    told = words.waiting(Snapshot(1, (use(GPUS[0], 0),), (pinned, mine)), mine, [{"GPU-0": GIB}])
+    assert told.endswith("held by slot:robin 24GiB (pinned: unload it, or use --over-pinned)")
+
+
 def test_where_any_device_would_do_all_are_told_with_their_holders() -> None:
     mine = lease("job:late", position=1)
     held = (lease("job:a", {"GPU-1": 12}), lease("job:b", {"GPU-0": 22}))

@@ -606,7 +606,9 @@ def test_the_rules_of_a_changed_model_apply_to_the_slot_it_has():
     bench = Bench(a_model("a", 6, pin=True), B)
     bench.up("a")
     assert bench.ask("b") == ["refuse b1 NoRoom"]
+    assert bench.scheduler.slot_view("a").pinned
     bench.tell(events.ModelsChanged(bench.now, {"a": a_model("a", 6, extra_args=("--flash-attn",)), "b": B}))
+    assert not bench.scheduler.slot_view("a").pinned
     assert bench.ask("b") == ["start b", "drain a", "stop a"]
 
 
