@@ -18,7 +18,9 @@ from inference.slot_state import SlotState
 COMMENT_EVERY_S = 1.0
 """A stream that waits this long gets its headers and a comment, then another each time it passes."""
 MOST_COMMENTS = 50
-"""In that time, to all who wait together: where more wait, each is told less often."""
+"""In that time, to all who wait together: where more wait, each is told less often,"""
+LONGEST_PAUSE = 10
+"""but not less than once in so many times it, or proxies would take the stream for dead."""
 
 _EVENT_STREAM = b"text/event-stream"
 _STREAM_HEADERS: Headers = [
@@ -46,7 +48,12 @@ async def wait_with_comments(exchange: Exchange, admission: Admission) -> Grant:
             await exchange.begin(200, [(b"x-request-id", exchange.request_id), model, *_STREAM_HEADERS], events=True)
         progress = admission.progress()
         await exchange.write(comment(progress))
-        pause_s = COMMENT_EVERY_S * max(1.0, progress.waiting / MOST_COMMENTS)
+        pause_s = pause_between_comments_s(progress.waiting)
+
+
+def pause_between_comments_s(waiting: int) -> float:
+    """Seconds from one comment in a stream to the next, while so many wait."""
+    return COMMENT_EVERY_S * min(max(1.0, waiting / MOST_COMMENTS), LONGEST_PAUSE)
 
 
 def comment(progress: Progress) -> bytes:

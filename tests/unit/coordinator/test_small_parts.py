@@ -13,7 +13,7 @@ import structlog
 
 from coordinator import logs
 from coordinator.listen import CannotListen, listen, url_of
-from coordinator.streaming import comment
+from coordinator.streaming import comment, pause_between_comments_s
 from inference.admission import Progress
 from inference.slot_state import SlotState
 
@@ -91,3 +91,8 @@ def test_the_address_to_call() -> None:
         assert url_of(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
     with listen("localhost", 0) as listener:
         assert listener.family is socket.AF_INET
+
+
+@pytest.mark.parametrize(("waiting", "pause_s"), [(1, 1.0), (50, 1.0), (200, 4.0), (512, 10.0), (100_000, 10.0)])
+def test_a_stream_is_told_once_a_second_and_in_a_crowd_every_ten_at_least(waiting: int, pause_s: float) -> None:
+    assert pause_between_comments_s(waiting) == pause_s
