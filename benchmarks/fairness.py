@@ -245,7 +245,7 @@ def _figures(run: Run) -> list[Figure]:
     beside = (
         f"at most max_overtaken_s + longest request + load; {given_up} of the router's {len(router.probes)} gave up"
     )
-    stated = f"at least {BAR:.0%} within 30 % or 1 s; {len(run.statements)} statements, {run.silent} times none"
+    stated = f"at least {BAR:.0%}; {len(run.statements)} statements, {run.silent} times none"
     return [
         _compared("asked for alike: until all are answered", Course.makespan_s, run, ALIKE, MAKESPAN),
         _compared("asked for alike: wait at p95", Course.wait_s, run, ALIKE, WAIT),
@@ -255,7 +255,24 @@ def _figures(run: Run) -> list[Figure]:
             "one is popular: wait for the others at p95", Course.wait_for_others_s, run, POPULAR, WAIT_FOR_OTHERS
         ),
         Figure("longest wait beside steady traffic", waits["model-boss"], waits["router"], "s", run.bound_s, beside),
-        Figure("good ETAs", 100 * share_good(run.statements), None, "%", 100 * BAR, stated, higher_is_better=True),
+        Figure(
+            "ETAs within 30 % or 1 s",
+            100 * share_good(run.statements),
+            None,
+            "%",
+            100 * BAR,
+            stated,
+            higher_is_better=True,
+        ),
+        Figure(
+            "ETAs within 30 %",
+            100 * share_good(run.statements, at_least_s=0.0),
+            None,
+            "%",
+            100 * BAR,
+            f"at least {BAR:.0%}, however little time was left",
+            higher_is_better=True,
+        ),
         Figure("requests not answered", ours.failures(), router.failures(), "", 0, "none"),
     ]
 
