@@ -2,9 +2,9 @@
 
 In each life some models share less room than they need, requests for them come at random, and take and load for times
 of their own. Every now and then everybody in the queue is told when their turn will be (`inference/forecast.py`), from
-what was measured so far; later it is seen when it was. A statement is good if it is wrong by at most 30 %, of a second
-at least. The exit code is 1 when fewer than 80 % are. Results go to `benchmarks/out/`. What a real broker says is
-measured in `python -m benchmarks.fairness`.
+what was measured so far; later it is seen when it was. A statement is good if it is wrong by at most 30 %. The exit
+code is 1 when fewer than 80 % are. Results go to `benchmarks/out/`. What a real broker says is measured in
+`python -m benchmarks.fairness`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks import eta_plot
-from benchmarks.eta_samples import BAR, GOOD, Statement, share_good
+from benchmarks.eta_samples import BAR, Statement, share_good
 from benchmarks.figures import Figure, print_table
 from gpuboss.priority import CLASSES
 from inference import actions, events
@@ -69,7 +69,7 @@ def main() -> int:
         outcome.silent += life.silent
         outcome.took_s += life.took_s
         if not arguments.json:
-            share = share_good(life.statements, at_least_s=GOOD)
+            share = share_good(life.statements)
             print(f"  life {seed}: {len(life.statements)} statements, {share:.0%} good", flush=True)
     figure = _figure(outcome)
     document = {
@@ -91,7 +91,7 @@ def main() -> int:
 
 def _figure(outcome: Outcome) -> Figure:
     rule = f"at least {BAR:.0%} within 30 %; {len(outcome.statements)} statements, {outcome.silent} times none"
-    share = share_good(outcome.statements, at_least_s=GOOD)
+    share = share_good(outcome.statements)
     return Figure("good ETAs", 100 * share, None, "%", 100 * BAR, rule, higher_is_better=True)
 
 

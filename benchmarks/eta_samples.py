@@ -1,6 +1,7 @@
 """What a broker says about when a request's turn will be, and when it was. Used by `fairness.py` and `eta.py`.
 
-A statement is good if it is wrong by at most 30 % of the time that was really left, or by so little that nobody minds.
+A statement is good if it is wrong by at most 30 % of the time that was really left, however little that was. The turn
+is the moment at which the engine gets the request: how long it reads before its first word is its own.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from typing import Any
 from benchmarks.open_loop import Answer, Callers
 
 GOOD = 0.3
-UNNOTICED_S = 1.0
-"""An error that a caller of a real broker does not mind: it says something once a second."""
 BAR = 0.8
 """So many of the statements must be good."""
 EVERY_S = 0.5
@@ -30,9 +29,10 @@ class Statement:
     real_s: float
     """As it was."""
 
-    def good(self, at_least_s: float) -> bool:
-        """Was it near enough? An error of `at_least_s` always is."""
-        return abs(self.said_s - self.real_s) <= max(GOOD * self.real_s, at_least_s)
+    @property
+    def good(self) -> bool:
+        """Was it near enough?"""
+        return abs(self.said_s - self.real_s) <= GOOD * self.real_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +71,16 @@ class Listener:
 
     def compared(self, answers: Iterable[Answer]) -> tuple[list[Statement], int]:
         """Every statement with what came of it, and how often there was none."""
-        served = {one.name: one.came_s + one.waited_s for one in answers if one.waited_s is not None}
-        return list(_pairs(self._said, served)), sum(said.eta_s is None for said in self._said)
+        turn_s = {one.name: one.came_s + one.queued_s for one in answers if one.queued_s is not None}
+        return list(_pairs(self._said, turn_s)), sum(said.eta_s is None for said in self._said)
 
 
-def _pairs(said: Sequence[_Said], served_s: Mapping[str, float]) -> Iterator[Statement]:
+def _pairs(said: Sequence[_Said], turn_s: Mapping[str, float]) -> Iterator[Statement]:
     for one in said:
-        if one.eta_s is not None and one.name in served_s:
-            yield Statement(one.eta_s, max(0.0, served_s[one.name] - one.at_s))
+        if one.eta_s is not None and one.name in turn_s:
+            yield Statement(one.eta_s, max(0.0, turn_s[one.name] - one.at_s))
 
 
-def share_good(statements: Sequence[Statement], *, at_least_s: float = UNNOTICED_S) -> float:
+def share_good(statements: Sequence[Statement]) -> float:
     """The part of them that was near enough; 0 where nothing was said."""
-    return sum(one.good(at_least_s) for one in statements) / len(statements) if statements else 0.0
+    return sum(one.good for one in statements) / len(statements) if statements else 0.0

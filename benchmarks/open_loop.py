@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import aiohttp
 
 PATIENCE_S = 120.0
+_QUEUE_MS = "x-boss-queue-ms"
+_COMMENT = f": {_QUEUE_MS}: ".encode()
 TOKENS = 8
 """Of an answer: short beside a load, as most answers are beside loads of real models."""
 
@@ -39,6 +41,8 @@ class Answer:
     came_s: float
     waited_s: float | None
     """Until the first data; None when it never had any."""
+    queued_s: float | None
+    """Until the engine got it, as Model Boss says; None where nobody says so."""
     over_s: float
     """When the last byte was there, or the caller gave up."""
 
@@ -60,6 +64,10 @@ def arrivals(demand: Demand, *, rate: float, seconds: float, seed: int) -> list[
 
 def _any_model(demand: Demand, rng: random.Random) -> str:
     return rng.choices(list(demand), list(demand.values()))[0]
+
+
+def _queued_s(milliseconds: str | None) -> float | None:
+    return None if milliseconds is None else float(milliseconds) / 1000
 
 
 class Callers:
@@ -104,7 +112,7 @@ class Callers:
 
     async def ask(self, model: str, name: str, *, patience_s: float = PATIENCE_S) -> Answer:
         """One request."""
-        came_s, first_s = self.now_s(), None
+        came_s, first_s, queued_s = self.now_s(), None, None
         body = {
             "model": model,
             "messages": [{"role": "user", "content": "Who are you?"}],
@@ -120,14 +128,17 @@ class Callers:
                     f"{self._base}/v1/chat/completions", json=body, headers={"X-Boss-Client-Id": name}
                 ) as response,
             ):
+                queued_s = _queued_s(response.headers.get(_QUEUE_MS))
                 async for line in response.content:
+                    if line.startswith(_COMMENT):  # the headers had left before
+                        queued_s = _queued_s(line.removeprefix(_COMMENT).decode())
                     if first_s is None and response.status == 200 and line.startswith(b"data:"):
                         first_s = self.now_s()
                     if line.startswith((b"error:", b'data: {"error"')):
                         raise RuntimeError(f"{model} for {name}: {line[:500].decode()}")
         except TimeoutError:
             pass  # its caller gave up, which is a measurement too
-        return Answer(name, model, came_s, None if first_s is None else first_s - came_s, self.now_s())
+        return Answer(name, model, came_s, None if first_s is None else first_s - came_s, queued_s, self.now_s())
 
     async def get(self, path: str) -> object:
         """The JSON that the server answers."""

@@ -20,7 +20,9 @@ from inference.scheduler import Scheduler
 __all__ = ["Forecaster"]
 
 EVERY_S = 1.0
-"""Between the beginnings of two forecasts."""
+"""Between the beginnings of two forecasts; more where they need more than"""
+SHARE = 0.05
+"""of a processor. Each is made at once, for an old one is worth little to whoever is next."""
 WANTED_S = 15.0
 """How long the last question counts; a waiting stream asks every second, or every ten where many wait."""
 LATE = 0.8
@@ -29,8 +31,6 @@ WORTH_IT_S = 0.5
 """Nobody asks how long it will take before somebody has waited for so long."""
 _SLICE_STEPS = 8
 """A millisecond or two."""
-_PAUSE_S = 0.03
-"""So a forecast takes a twentieth of a processor while it is made."""
 
 _log = structlog.get_logger(__name__)
 
@@ -42,9 +42,11 @@ class Forecaster:
         self._scheduler = scheduler
         self._turns_s: Mapping[str, float] = {}
         self._asked_at_s = -math.inf
+        self._spent_s = 0.0
+        """Of the processor, since the last forecast began."""
 
     def eta_s(self, ticket_id: str) -> float | None:
-        """Seconds until the waiting ticket's turn; None where no forecast says so, or it did not come true."""
+        """Seconds until an engine gets the waiting ticket; None where no forecast says so, or it did not come true."""
         now_s = self._asked_at_s = time.monotonic()
         turn_s = self._turns_s.get(ticket_id)
         return None if turn_s is None or turn_s <= now_s else turn_s - now_s
@@ -53,18 +55,22 @@ class Forecaster:
         """Make forecasts while somebody waits. Until it is cancelled."""
         while True:
             await someone_waits.wait()
-            began_s = time.monotonic()
+            began_s, self._spent_s = time.monotonic(), 0.0
             if self._is_worth_it(began_s):
                 try:
                     self._turns_s = await self.look_ahead(Forecast(self._scheduler.copy(), began_s))
                 except Exception:  # without estimates everything goes on; a fault in one must not end them all
                     _log.exception("forecast_failed")
-            await asyncio.sleep(max(_PAUSE_S, EVERY_S - (time.monotonic() - began_s)))
+            await asyncio.sleep(max(began_s + EVERY_S - time.monotonic(), self._spent_s / SHARE))
 
     async def look_ahead(self, forecast: Forecast) -> Mapping[str, float]:
         """Run a forecast between other work; the moments of the turns by ticket."""
-        while not forecast.run(_SLICE_STEPS):  # noqa: ASYNC110 (it is not waiting: it lets others have the processor)
-            await asyncio.sleep(_PAUSE_S)
+        over = False
+        while not over:
+            began_s = time.thread_time()
+            over = forecast.run(_SLICE_STEPS)
+            self._spent_s += time.thread_time() - began_s
+            await asyncio.sleep(0)
         return forecast.turns_s
 
     def _is_worth_it(self, now_s: float) -> bool:
