@@ -9,8 +9,8 @@ of the same and submitted later) is an overtaking. After `max_overtakes` of them
 ticket that comes after the leader until that had its turn, and `min_residency_s` protects them no more. But
 
 1. no rival is held while one of them works in a class that keeps it from yielding: the others would idle in vain; and
-2. a slot that has just loaded takes one batch, or its load would have been in vain; and who already waited for it then
-   has its turn by that load, for `max_overtaken_s` at most. With more waiting, turns get longer, and swaps fewer.
+2. a slot that has just loaded takes one batch of those who waited for it, or its load would have been in vain; and more
+   of them for `max_overtaken_s`. With more waiting, turns get longer, and swaps fewer. Who comes later is no exception.
 
 The turn of a leader ends its claim; the ticket that leads next starts with none.
 """

@@ -106,14 +106,14 @@ class SlotRecord:
         return min(last, *(entry.priority for entry in self.in_flight.values())) if self.in_flight else last
 
     def owes(self, entry: Entry, now_s: float, turn_s: float) -> bool:
-        """Is it the ticket's turn by this very load? That of the first batch, and of who waited when it was ready.
+        """Is it the ticket's turn by this very load? It is for the first batch of those who waited when it was ready.
 
-        The latter for `turn_s` at most. A load that is followed by the next one at once would have been in vain.
+        For more of them for `turn_s`. A load that is followed by the next one at once would have been in vain.
         """
-        if self.taken < self.model.parallel:
-            return True
         ready_at_s = self.ready_at_s
-        return ready_at_s is not None and entry.submitted_at_s < ready_at_s and now_s < ready_at_s + turn_s
+        if ready_at_s is None or entry.submitted_at_s >= ready_at_s:
+            return False
+        return self.taken < self.model.parallel or now_s < ready_at_s + turn_s
 
     def resident_until_s(self, min_residency_s: float | None) -> float:
         """Until when it has just been loaded; `min_residency_s` is for models that do not say, None three loads."""

@@ -159,10 +159,10 @@ class Rules:
         return better[min(steps, len(better)) - 1] if steps and better else ticket.priority
 
     def is_owed(self, slot: Slot, ticket: Ticket) -> bool:
-        """Is it of the first batch after the load, or did it wait for that load, no longer ago than is allowed?"""
+        """Did it wait for that load, and is it of the first batch after it, or that no longer ago than is allowed?"""
         assert slot.model is not None
-        waited = ticket.submitted_at_s < slot.ready_at and self.now < slot.ready_at + self.limits.max_overtaken_s
-        return waited or slot.taken < slot.model.parallel
+        first, since_s = slot.taken < slot.model.parallel, self.now - slot.ready_at
+        return ticket.submitted_at_s < slot.ready_at and (first or since_s < self.limits.max_overtaken_s)
 
     def class_of_slot(self, slot: Slot) -> int:
         """The class an idle slot has fallen to, or a busy one works for."""

@@ -103,16 +103,29 @@ def test_before_it_is_overdue_later_loads_may_use_the_room():
     assert bench.ask("c") == ["start c"]
 
 
-def test_a_model_just_loaded_serves_one_batch_before_it_is_held():
-    bench = Bench(a_model("a", 6, parallel=2), B, limits=QueueLimits(max_overtakes=0))
+def test_a_model_just_loaded_serves_one_batch_of_those_who_waited_before_it_is_held():
+    bench = Bench(a_model("a", 6, parallel=2), B, limits=QueueLimits(max_overtakes=0, max_overtaken_s=0.0))
     bench.ask("a")
     bench.now = 1.0
     bench.ask("b")
     for _ in range(3):
         bench.ask("a")
+    bench.now = 2.0
     assert bench.up("a") == ["grant a1", "grant a3"]
     assert bench.served("a1") == []
     assert bench.served("a3") == ["start b", "drain a", "stop a"]
+
+
+def test_who_comes_after_the_load_is_not_of_its_batch():
+    """Else a slot of eight places let an overdue ticket wait for eight answers, one after the other."""
+    bench = Bench(a_model("a", 6, parallel=8), B, limits=QueueLimits(max_overtakes=0))
+    bench.ask("a")
+    bench.now = 1.0
+    assert bench.up("a") == ["grant a1"]
+    bench.now = 2.0
+    bench.ask("b")
+    assert bench.ask("a") == []
+    assert bench.served("a1") == ["start b", "drain a", "stop a"]
 
 
 def a_contested_load(limits: QueueLimits) -> Bench:

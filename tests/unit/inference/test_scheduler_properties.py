@@ -13,9 +13,10 @@ from inference.eviction import Candidate
 from inference.model import Model
 from inference.placement import Rooms
 from inference.plan import Plan
+from inference.queue import Entry
 from inference.slot_view import SlotRecord
 from inference.yielding import Yielding
-from tests.unit.inference.one_room import OneRoom, TwoModels
+from tests.unit.inference.one_room import OneRoom, Turns
 from tests.unit.inference.scheduler_rules import Broken
 from tests.unit.inference.scheduler_world import World
 
@@ -56,13 +57,12 @@ def test_nobody_is_overtaken_beyond_the_bounds():
     assert counts["Start"] > 300
 
 
-def test_nobody_waits_longer_than_the_bound_the_longest_request_and_the_load():
-    waits = 0
-    for seed in range(30):
-        world = TwoModels(seed)
+def test_nobody_waits_longer_than_the_bound_the_longest_request_and_the_load_and_the_turns_of_those_before():
+    worlds = [Turns(seed) for seed in range(30)]
+    for world in worlds:
         world.run(40.0)
-        waits += world.waits
-    assert waits > 50
+    assert sum(world.waits for world in worlds) > 100
+    assert max(world.most_turns for world in worlds) >= 3
 
 
 @pytest.mark.slow
@@ -74,6 +74,11 @@ def test_thousands_of_random_histories_keep_every_rule(batch: int):
 @pytest.mark.slow
 def test_hundreds_of_histories_overtake_nobody_beyond_the_bounds():
     play(OneRoom, range(1000, 1120), busy_s=20.0)
+
+
+@pytest.mark.slow
+def test_hundreds_of_histories_let_nobody_wait_longer_than_the_bounds():
+    play(Turns, range(1000, 1300), busy_s=40.0)
 
 
 # -- the rules go red when a protection is switched off --------------------------------------------------------------
@@ -107,7 +112,25 @@ def test_a_wait_without_a_bound_breaks_a_rule(monkeypatch):
     monkeypatch.setattr(overtaking.Overtaking, "forbids", lambda self, slot, entry: False)
     monkeypatch.setattr(OneRoom, "overtaken", lambda self, leader, by: None)
     with pytest.raises(Broken, match="waited"):
-        play(TwoModels, range(30), busy_s=40.0)
+        play(Turns, range(30), busy_s=40.0)
+
+
+def for_ever(self: SlotRecord, entry: Entry, _now_s: float, _turn_s: float) -> bool:
+    """Who waited for the load has its turn by it, however many and however late."""
+    return self.ready_at_s is not None and entry.submitted_at_s < self.ready_at_s
+
+
+def to_whoever_fills_a_place(self: SlotRecord, _entry: Entry, _now_s: float, _turn_s: float) -> bool:
+    """The first batch is of as many as the slot has places, whether or not they waited for the load."""
+    return self.taken < self.model.parallel
+
+
+@pytest.mark.parametrize("owes", [for_ever, to_whoever_fills_a_place])
+def test_a_load_that_owes_too_much_breaks_a_rule(monkeypatch, owes):
+    monkeypatch.setattr(SlotRecord, "owes", owes)
+    monkeypatch.setattr(OneRoom, "overtaken", lambda self, leader, by: None)
+    with pytest.raises(Broken, match="waited"):
+        play(Turns, range(200), busy_s=40.0)
 
 
 def test_a_model_that_goes_although_it_was_just_loaded_breaks_a_rule(monkeypatch):
