@@ -55,10 +55,12 @@ class Forecaster:
         """Make forecasts while somebody waits. Until it is cancelled."""
         while True:
             await someone_waits.wait()
-            began_s, self._spent_s = time.monotonic(), 0.0
+            began_s, before_s, self._spent_s = time.monotonic(), time.thread_time(), 0.0
             if self._is_worth_it(began_s):
                 try:
-                    self._turns_s = await self.look_ahead(Forecast(self._scheduler.copy(), began_s))
+                    forecast = Forecast(self._scheduler.copy(), began_s)
+                    self._spent_s = time.thread_time() - before_s
+                    self._turns_s = await self.look_ahead(forecast)
                 except Exception:  # without estimates everything goes on; a fault in one must not end them all
                     _log.exception("forecast_failed")
             await asyncio.sleep(max(began_s + EVERY_S - time.monotonic(), self._spent_s / SHARE))
