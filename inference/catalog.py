@@ -19,7 +19,7 @@ from inference.manifest import Manifest, id_of, id_of_broken, read_manifest
 from inference.model import Category, Model
 from inference.model_maker import Known, Made, make_model
 from inference.names import safe_id
-from inference.yaml_files import BadInput, Document, Problem, display, yaml_files
+from inference.yaml_files import BadInput, Document, Problem, display, in_one_line, yaml_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class Catalog:
     """What its owner should know although everything works."""
     manifests: Mapping[Path, tuple[Manifest, Document]] = field(default_factory=dict)
     """The last version of each manifest that could be used, by file."""
+    outdated: Mapping[str, str] = field(default_factory=dict)
+    """What is wrong with the present manifest of a model, where a former version stays in force; by model id."""
 
 
 def build_catalog(sources: Sources, known: Known, before: Catalog) -> Catalog:
@@ -52,6 +54,7 @@ class _Build:
         self._problems: list[Problem] = []
         self._warnings: list[Problem] = []
         self._manifests: dict[Path, tuple[Manifest, Document]] = {}
+        self._outdated: dict[str, str] = {}
         self._found: dict[str, Found] = {}
         self._taken: set[str] = set()
         """Files that a manifest serves, links resolved."""
@@ -63,7 +66,7 @@ class _Build:
         self._add_found()
         models = dict(sorted(self._models.items()))
         self._warnings += _alias_warnings(models.values())
-        return Catalog(models, tuple(self._problems), tuple(self._warnings), self._manifests)
+        return Catalog(models, tuple(self._problems), tuple(self._warnings), self._manifests, self._outdated)
 
     # 1. what lies in the folders
 
@@ -93,6 +96,7 @@ class _Build:
 
     def _add_manifest(self, path: Path) -> None:
         former = self._before.manifests.get(path)
+        wrong: tuple[Problem, ...] = ()
         try:
             read = read_manifest(path)
         except BadInput as error:
@@ -100,18 +104,19 @@ class _Build:
                 self._problems += error.problems
                 self._add_broken(path, error)
                 return
-            self._problems += [_kept(problem) for problem in error.problems]
-            read, former = former, None
+            read, former, wrong = former, None, error.problems
         if read is None:
             return
         made = self._make(*read)
         if made.problems and former is not None:
             again = self._make(*former)
             if not again.problems:
-                self._problems += [_kept(problem) for problem in made.problems]
-                read, made = former, again
+                read, made, wrong = former, again, made.problems
         self._manifests[path] = read
+        self._problems += [_kept(problem) for problem in wrong]
         self._add(made, read[1])
+        if wrong and self._models[made.model.id] is made.model:
+            self._outdated[made.model.id] = in_one_line(path, wrong)
 
     def _make(self, manifest: Manifest, document: Document) -> Made:
         found = None if manifest.path else self._found.get(id_of(manifest, document))
@@ -134,7 +139,7 @@ class _Build:
         """A manifest without a former version: its model is listed with what is wrong, so that nobody has to search."""
         model_id = id_of_broken(path) or safe_id(path.stem)
         if model_id not in self._models:
-            text = "; ".join(f"{path.name}:{problem.line or 1}: {problem.message}" for problem in error.problems)
+            text = in_one_line(path, error.problems)
             self._models[model_id] = Model(
                 model_id, Category.LLM, "llama-server", path, 0, "not known", 0, 0, source=str(path), problem=text
             )

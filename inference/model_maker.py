@@ -24,7 +24,7 @@ from inference.model import STAY_WARM_S, Category, Model
 from inference.profile import profile_of
 from inference.validation import unknown, validate
 from inference.weights import weigh
-from inference.yaml_files import BadInput, Document, Problem, display
+from inference.yaml_files import BadInput, Document, Problem, display, in_one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,7 @@ class _Maker:
             return self._refused(error.problems, self._document)
 
     def _refused(self, problems: tuple[Problem, ...], document: Document) -> Made:
-        # Callers see this text: it names the file to change, but not where on this machine it lies.
-        text = "; ".join(str(replace(problem, where=document.path.name)) for problem in problems)
-        return Made(self._broken(text), problems)
+        return Made(self._broken(in_one_line(document.path, problems)), problems)
 
     def _make(self) -> Made:
         manifest = self._manifest

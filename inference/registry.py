@@ -76,6 +76,11 @@ class Registry:
         return self._catalog.problems
 
     @property
+    def outdated(self) -> Mapping[str, str]:
+        """What is wrong with a model's present manifest, by id; a former version of it is in force."""
+        return MappingProxyType(self._catalog.outdated)
+
+    @property
     def warnings(self) -> tuple[Problem, ...]:
         """What the owner should know although it works: a `vram` that looks too small, a folder that is not there."""
         return self._catalog.warnings + self._names.default_problem(self._sources.default_model)

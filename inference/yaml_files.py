@@ -8,8 +8,8 @@ an error. Anchors and merge keys work; a file cannot blow up through them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}" if self.line is None else f"{self.where}:{self.line}: {self.message}"
+
+
+def in_one_line(path: Path, problems: Iterable[Problem]) -> str:
+    """What is wrong with a file, for callers: it names the file to change, but not where on this machine it lies."""
+    return "; ".join(str(replace(problem, where=path.name)) for problem in problems)
 
 
 class BadInput(ValueError):

@@ -126,11 +126,15 @@ def openai_model(broker: Broker, value: Model) -> dict[str, Any]:
 
 
 def model(broker: Broker, value: Model) -> dict[str, Any]:
-    """A model with everything an operator wants to know."""
+    """A model with everything an operator wants to know.
+
+    `problem`: why it cannot be served. `manifest_problem`: why the present version of its manifest is not in force.
+    """
     return {
         "id": value.id,
         "state": str(state_of(broker.pool, value.id)),
         "problem": value.problem,
+        "manifest_problem": broker.pool.registry.outdated.get(value.id),
         "category": str(value.category),
         "backend": value.backend,
         "context": value.context,

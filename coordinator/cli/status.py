@@ -21,7 +21,10 @@ _WINDOW = 1000
 
 
 def models(url: UrlOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
-    """List every model the broker knows, those that cannot be served included, with the reason."""
+    """List every model the broker knows, those that cannot be served included, with what is wrong.
+
+    A problem of a model that is not broken is one of its manifest: the version that was read before stays in force.
+    """
     link = connect(url, config)
     with link.reading():
         known = link.look("/api/v1/models")["models"]
@@ -85,7 +88,7 @@ def _model_row(model: dict[str, Any]) -> tuple[str, ...]:
         format_bytes(model["size_bytes"]),
         format_bytes(model["claim_bytes"]),
         _short(model["source"]),
-        model["problem"] or "",
+        model["problem"] or model["manifest_problem"] or "",
     )
 
 

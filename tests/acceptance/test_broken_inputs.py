@@ -117,6 +117,24 @@ def test_an_unknown_manifest_key_keeps_the_rest_serving(subject: Broker) -> None
         broken.unlink()
 
 
+def test_a_manifest_that_breaks_while_serving_is_shown_beside_its_model(subject: Broker, demo_models: Path) -> None:
+    def slip() -> dict[str, Any]:
+        listed = {model["id"]: model for model in subject.get("/api/v1/models")[1]["models"]}
+        return listed.get("slip", {})
+
+    path = str(demo_models / "robin.gguf")
+    manifest = subject.write_manifest("slip", id="slip", path=path, context=256)
+    try:
+        wait_until(lambda: "id" in slip(), "the manifest is read")
+        subject.write_manifest("slip", id="slip", path=path, context="lots")
+        wait_until(lambda: slip()["manifest_problem"] is not None, "what is wrong with it is shown")
+        assert "lots" in slip()["manifest_problem"]
+        assert (slip()["problem"], slip()["context"]) == (None, 256)
+        assert "Robin" in subject.ask("slip")
+    finally:
+        manifest.unlink()
+
+
 def test_the_port_is_taken(subject: Broker, tmp_dir: Path, llama_server: Path) -> None:
     other = Broker(tmp_dir, llama_server, port=subject.port)
     other.write_config()

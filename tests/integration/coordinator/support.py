@@ -55,6 +55,7 @@ def a_model(model_id: str, **changes: Any) -> Model:
 class FakeRegistry:
     def __init__(self, *models: Model, default: str | None = None) -> None:
         self.models: Mapping[str, Model] = {model.id: model for model in models}
+        self.outdated: Mapping[str, str] = {}
         self.default = default
 
     def resolve(self, name: str | None) -> Model:

@@ -416,14 +416,17 @@ def test_a_manifest_that_breaks_keeps_its_former_version_and_says_so(library: Li
         "manifests/m.yaml:3: context: expected a whole number, got 'lots' (the version read before stays in force)"
     ]
     assert registry.models == before
+    assert registry.outdated == {"chat": "m.yaml:3: context: expected a whole number, got 'lots'"}
     assert not registry.reload(), "said once, and kept for every further reload"
     assert registry.problems == changes.problems
     manifest.write_text("id: chat\npath: ../models/nowhere.gguf\n")
     assert "nowhere.gguf" in str(registry.reload().problems[0])
+    assert "nowhere.gguf" in registry.outdated["chat"]
     assert registry.resolve("chat").context == 512
     manifest.write_text("id: chat\npath: ../models/a.gguf\ncontext: 256\n")
     assert registry.reload().changed == ("chat",)
     assert not registry.problems
+    assert not registry.outdated
 
 
 def test_a_model_whose_file_goes_is_broken_and_comes_back_with_it(library: Library) -> None:
