@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from coordinator.errors import BadRequest
-from gpuboss.priority import CLASSES, LEAST_IMPORTANT, NORMAL, parse_priority
+from gpuboss.priority import ALLOWED, CLASSES, LEAST_IMPORTANT, NORMAL, parse_priority
 
 BODY_PREFIX = "x_"
 LONGEST_REST_S = 60.0
@@ -124,10 +124,10 @@ def _session_id(found: Extensions, value: object) -> Extensions:
 
 
 def _priority(found: Extensions, value: object) -> Extensions:
-    if not isinstance(value, str | int):
-        raise ValueError("must be a name or a whole number")
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueError(f"must be {ALLOWED}")
     if isinstance(value, str) and len(value) > LONGEST_FIELD:
-        raise ValueError(f"{value[:LONGEST_FIELD]!r}... is not a priority")
+        raise ValueError(f"{value[:LONGEST_FIELD]!r}... is not {ALLOWED}")
     return replace(found, priority=parse_priority(value))
 
 

@@ -18,18 +18,19 @@ PINNED = 0
 OVER_PINNED = -1
 """The class of whom everything yields to, pinned models too: a person's wish, and leases that a person asks for so."""
 
-_HELP = f"one of {', '.join(f'{name} ({number})' for name, number in CLASSES.items())}, or a whole number 0-1000"
+ALLOWED = f"one of {', '.join(f'{name} ({number})' for name, number in CLASSES.items())}, or a whole number 0-1000"
+"""What a person may write."""
 
 
 def parse_priority(value: str | int) -> int:
     """The priority as a number: a class name, or 0 (most important) to 1000; ValueError says what is allowed."""
     if isinstance(value, bool):
-        raise ValueError(f"priority {value!r} is not {_HELP}")
+        raise ValueError(f"priority {value!r} is not {ALLOWED}")
     text = str(value).strip().lower()
     if text in CLASSES:
         return CLASSES[text]
     if not (text.isascii() and text.isdigit() and len(text) <= 4 and int(text) <= LEAST_IMPORTANT):
-        raise ValueError(f"priority {value!r} is not {_HELP}; a lower number is more important")
+        raise ValueError(f"priority {value!r} is not {ALLOWED}; a lower number is more important")
     return int(text)
 
 

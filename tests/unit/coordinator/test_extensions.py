@@ -22,11 +22,13 @@ def test_a_priority_is_a_class_or_a_number(value: object, priority: int) -> None
     assert extensions.parse({"x_priority": value}, []).priority == priority
 
 
-@pytest.mark.parametrize("value", ["soon", -1, 1001, 1.5, True, None, [5], {}])
+@pytest.mark.parametrize("value", ["soon", "x" * 65, -1, 1001, 1.5, True, None, [5], {}])
 def test_another_priority_is_refused_with_what_is_allowed(value: object) -> None:
     with pytest.raises(BadRequest, match="x_priority") as caught:
         extensions.parse({"x_priority": value}, [])
     assert caught.value.param == "x_priority"
+    assert "one of urgent (1)" in str(caught.value)
+    assert "True" not in str(caught.value), "Python's word for it"
 
 
 @pytest.mark.parametrize(("value", "seconds"), [(0, 0.0), (2.5, 2.5), ("60", 60.0)])
