@@ -258,7 +258,7 @@ class Board(State):
         slot.model, slot.shares, slot.leased, slot.last_load_s = model, event.shares, True, event.load_s
         slot.priority, slot.taken, slot.ready_at_s = event.priority, 0, self.now_s
         slot.idle_since_s = slot.last_used_s = self.now_s
-        slot.warm_until_s = self.now_s + model.stay_warm_s
+        slot.stay_warm(self.now_s)
         slot.lease_priority, slot.repriced = event.priority, True
         self._move(slot, SlotState.READY)
 
@@ -286,7 +286,7 @@ class Board(State):
         """End the slot's engine; what is in flight ends with this error. It was used until now."""
         self._move(slot, SlotState.STOPPING)
         slot.idle_since_s = slot.last_used_s = self.now_s
-        slot.warm_until_s = max(slot.warm_until_s, self.now_s + slot.model.stay_warm_s)
+        slot.stay_warm(self.now_s)
         self._actions.append(actions.Stop(slot.id, reason, error))
 
     def remove(self, slot: SlotRecord, reason: str, *, beneficiary: str | None = None) -> None:
@@ -324,7 +324,8 @@ class Board(State):
             slot.returns = False
             return
         slot.idle_since_s = self.now_s
-        slot.warm_until_s = self.now_s + slot.model.stay_warm_s
+        slot.wished_until_s = -math.inf
+        slot.stay_warm(self.now_s)
 
     def gone(self, slot: SlotRecord, state: SlotState) -> None:
         """The slot's memory is free again; tickets it still had in flight are answered by those who hold them."""

@@ -137,12 +137,7 @@ class Scheduler:
         if entry.ticket.purpose is not Purpose.PEEK:
             slot.priority = entry.ticket.priority  # its own class: having waited long does not defend an idle slot
             slot.idle_since_s = slot.last_used_s = board.now_s
-            stay_s = entry.ticket.stay_warm_s
-            if stay_s is not None:
-                slot.warm_until_s = board.now_s + stay_s
-            else:
-                # A request without a wish does not shorten what another one wished for.
-                slot.warm_until_s = max(slot.warm_until_s, board.now_s + slot.model.stay_warm_s)
+            slot.stay_warm(board.now_s, entry.ticket.stay_warm_s)
         if slot.state is SlotState.DRAINING and not slot.in_flight:
             board.stop(slot, "drained")
 

@@ -57,8 +57,10 @@ class SlotRecord:
     last_used_s: float | None = None
     last_load_s: float | None = None
     """Seconds its last load took."""
-    warm_until_s: float = -math.inf
-    """When an idle slot has stayed loaded long enough."""
+    warm_since_s: float = -math.inf
+    """From when on it stays warm for as long as its model says."""
+    wished_until_s: float = -math.inf
+    """Until when it stays by the wish of a request."""
     beneficiary: str | None = None
     """The model it is leaving for."""
     short_since_s: float | None = None
@@ -86,6 +88,21 @@ class SlotRecord:
     def has_place(self) -> bool:
         """Could it take one more ticket now?"""
         return self.state is SlotState.READY and len(self.in_flight) < self.model.parallel
+
+    @property
+    def warm_until_s(self) -> float:
+        """When it has been idle for long enough to leave; a changed rule of its model counts from its last use on."""
+        return max(self.wished_until_s, self.warm_since_s + self.model.stay_warm_s)
+
+    def stay_warm(self, now_s: float, wish_s: float | None = None) -> None:
+        """It was used until now, by somebody who wished it to stay for so long.
+
+        Who wishes nothing does not shorten what another one wished for.
+        """
+        if wish_s is None:
+            self.warm_since_s = now_s
+        else:
+            self.warm_since_s, self.wished_until_s = -math.inf, now_s + wish_s
 
     @property
     def settled(self) -> bool:

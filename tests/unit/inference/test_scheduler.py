@@ -376,6 +376,31 @@ def test_a_requests_own_wish_beats_the_models_time_and_outlasts_requests_without
     assert bench.after(0.0) == ["drain a", "stop a"]
 
 
+def test_how_long_a_model_stays_can_be_changed_while_it_does():
+    bench = Bench(a_model("a", 6, stay_warm_s=100.0))
+    bench.loaded("a")
+    bench.after(60.0)
+    bench.tell(events.ModelsChanged(bench.now, {"a": a_model("a", 6, stay_warm_s=200.0)}))
+    assert bench.after(139.0) == []
+    bench.tell(events.ModelsChanged(bench.now, {"a": a_model("a", 6, stay_warm_s=500.0)}))
+    assert bench.after(1.0) == []
+    bench.tell(events.ModelsChanged(bench.now, {"a": a_model("a", 6, stay_warm_s=20.0)}))
+    assert bench.after(0.0) == ["drain a", "stop a"]
+
+
+def test_a_changed_rule_leaves_a_requests_wish_alone_which_lasts_until_the_next_load():
+    bench = Bench(a_model("a", 6, stay_warm_s=10.0))
+    bench.loaded("a")
+    bench.ask("a", stay_warm_s=500.0)
+    bench.served("a2")
+    bench.tell(events.ModelsChanged(bench.now, {"a": a_model("a", 6, stay_warm_s=1.0)}))
+    assert bench.after(499.0) == []
+    bench.tell(events.UnloadWanted(bench.now, "a"))
+    bench.gone("a")
+    bench.loaded("a")
+    assert bench.after(1.0) == ["drain a", "stop a"]
+
+
 def test_pinned_and_preloaded_models_do_not_leave():
     bench = Bench(a_model("a", 4, pin=True, stay_warm_s=1.0), a_model("b", 4, preload=True, stay_warm_s=1.0))
     bench.up("a")
