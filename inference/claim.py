@@ -42,7 +42,7 @@ class Claim:
 
     def count(self, granted: Entry, now_s: float) -> None:
         """A rival took this ticket."""
-        if granted > self.leader:
+        if granted.passes(self.leader):
             self.overtakes += 1
             self.since_s = now_s if self.since_s is None else self.since_s
 

@@ -29,12 +29,12 @@ class Demand:
     """Moment of the first such overtaking."""
 
     def comes_before(self, entry: Entry, now_s: float, aging_s: float) -> bool:
-        """Is this demand more important than the ticket, or of its class and there before it?
+        """Is this demand more important than the ticket, or of its class and there before it, whatever place it kept?
 
         It ages as tickets do, or those that wait for a long request to end would rise above it, one after the other.
         """
         aged = risen(self.priority, int((now_s - self.since_s) / aging_s))
-        return (aged, self.since_s) < (entry.priority, entry.submitted_at_s)
+        return (aged, self.since_s) < (entry.priority, entry.ticket.submitted_at_s)
 
     def count(self, now_s: float) -> None:
         """A slot that has notice took a ticket that came after."""

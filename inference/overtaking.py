@@ -4,9 +4,10 @@ Called by `plan.py`; calls `eviction.py` for who would have to go, and `placemen
 
 A claim belongs to the ticket that leads the queue of such a model while it waits for room. Its rivals are the slots
 that would have to go for it. A grant on a rival to a ticket that comes after the leader (of a less important class, or
-of the same and submitted later) is an overtaking. After `max_overtakes` of them, or `max_overtaken_s` from the first
-(or from when it waits for a rival only because that was just loaded), the claim is overdue: its rivals take no further
-ticket that comes after the leader until that had its turn, and `min_residency_s` protects them no more. But
+of the same and submitted later, whatever place was kept for it) is an overtaking. After `max_overtakes` of them, or
+`max_overtaken_s` from the first (or from when it waits for a rival only because that was just loaded), the claim is
+overdue: its rivals take no further ticket that comes after the leader until that had its turn, and `min_residency_s`
+protects them no more. But
 
 1. no rival is held while one of them works in a class that keeps it from yielding: the others would idle in vain; and
 2. a slot that has just loaded takes one batch of those who waited for it, or its load would have been in vain; and more
@@ -55,7 +56,7 @@ class Overtaking:
     def forbids(self, slot: SlotRecord, entry: Entry) -> bool:
         """May the ready slot not take this ticket now?"""
         leader = self._held.get(slot.id)
-        if leader is None or entry < leader:
+        if leader is None or not entry.passes(leader):
             return False
         board = self._board
         return not slot.owes(entry, board.now_s, board.limits.max_overtaken_s)  # case 2

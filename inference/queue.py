@@ -26,6 +26,8 @@ HIGH = CLASSES["high"]
 """The class beyond which no ticket ages."""
 LADDER = (*sorted(CLASSES.values()), LEAST_IMPORTANT)
 """The steps of ageing tickets (downwards) and fading slots (upwards)."""
+SHORTEST_AGING_S = 0.001
+"""Keeps the number of steps one that can be counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,11 @@ class QueueLimits:
     """Seconds a model that has just been loaded is safe from its equals; None: three times what its load took."""
 
     def __post_init__(self) -> None:
-        for name in ("max_waiting", "max_wait_s", "aging_s"):
+        for name in ("max_waiting", "max_wait_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"queue.{name} is {getattr(self, name)}; it must be more than 0")
+        if not self.aging_s >= SHORTEST_AGING_S:
+            raise ValueError(f"queue.aging_s is {self.aging_s}; it must be at least {SHORTEST_AGING_S}")
         for name in ("max_overtakes", "max_overtaken_s", "load_grace_s", "keep_place_s", "client_cooldown_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"queue.{name} is {getattr(self, name)}; it must not be negative")
@@ -75,6 +79,11 @@ class Entry(NamedTuple):
     seq: int
     """Order of arrival."""
     ticket: Ticket
+
+    def passes(self, leader: Entry) -> bool:
+        """Did it come after the leader, or is it less important? A place kept for it puts it before nobody who came
+        meanwhile, or as many as had left would pass one who stays."""
+        return (self.priority, self.ticket.submitted_at_s, self.seq) > leader[:3]
 
 
 Aged = Mapping[str, list[Entry]]

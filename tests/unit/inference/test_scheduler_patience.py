@@ -86,6 +86,25 @@ def test_a_place_is_kept_for_keep_place_s():
         assert bench.served("a1") == [first]
 
 
+def test_who_comes_back_to_a_kept_place_overtakes_whoever_stayed():
+    """Else a heap of places, left before somebody came and taken up one by one, held a loaded model for ever."""
+    bench = a_busy_bench(replace(LIMITS, max_overtakes=3))
+    for n in range(20):
+        bench.ask("a", client=f"eve{n}")
+    for n in range(20):
+        bench.abandoned(f"a{n + 2}")
+    bench.now += 1.0
+    bench.ask("b")
+    overtaken, last = 0, "a1"
+    for n in range(20):
+        bench.ask("a", client=f"eve{n}")
+        decided = bench.served(last)
+        if "start b" in decided:
+            break
+        overtaken, last = overtaken + 1, f"a{n + 23}"
+    assert overtaken == 3
+
+
 def test_what_a_caller_suffered_from_overtaking_is_kept_with_its_place():
     """Without that, one who is less patient than `max_overtaken_s` would never have its turn."""
     bench = a_busy_bench(replace(LIMITS, max_overtaken_s=20.0, max_overtakes=10**9, max_wait_s=1e9))
