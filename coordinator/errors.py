@@ -180,6 +180,7 @@ TABLE: Mapping[type[Exception], Kind] = MappingProxyType(
         inference_errors.NoRoom: Kind(503, "no_room", _SERVER, retry_after_s=10.0),
         inference_errors.QueueFull: Kind(429, "queue_full", _BUSY, retry_after_s=5.0),
         inference_errors.TooManyRecordings: Kind(429, "too_many_recordings", _BUSY, retry_after_s=60.0),
+        inference_errors.TooManyQuestions: Kind(429, "too_many_questions", _BUSY, retry_after_s=5.0),
         inference_errors.QueueTimeout: Kind(503, "queue_timeout", _SERVER, retry_after_s=10.0),
         inference_errors.LoadFailed: Kind(502, "load_failed", _SERVER),
         inference_errors.LoadTimeout: Kind(504, "load_timeout", _SERVER, retry_after_s=30.0),

@@ -7,6 +7,7 @@
     |- NoRoom                 everything that holds the memory may not be evicted
     |- QueueFull              too many tickets wait already
     |- TooManyRecordings      as many recordings run as may
+    |- TooManyQuestions       as many questions for an explanation wait as may
     |- QueueTimeout           waited longer than queue.max_wait_s
     |- LoadFailed             the engine could not be started, or ended before it was ready
     |- LoadTimeout            the engine did not become ready in time
@@ -72,6 +73,10 @@ class QueueFull(InferenceError):
 
 class TooManyRecordings(InferenceError):
     """As many recordings of the requests run as may (`simulation/recorder.py`)."""
+
+
+class TooManyQuestions(InferenceError):
+    """As many questions for an explanation wait as may (`forecaster.py`)."""
 
 
 class QueueTimeout(InferenceError):

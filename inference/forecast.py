@@ -1,6 +1,6 @@
 """When waiting requests will have their turn: the live scheduler's twin is run ahead on a virtual clock.
 
-Made by `forecaster.py` (for everybody who waits) and by `pool.py` (for an explanation). Runs the very scheduler in the
+Run by `forecaster.py`, for everybody who waits and for an explanation. Runs the very scheduler in the
 very simulator, with what was measured of each model (`habits.py`): how long requests and loads take, how often and in
 which classes it is asked for. That is done twice: as if everybody went on asking as before, for those who come later
 may pass who waits, and as if nobody else came. Where the two agree, their mean is the estimate. Where they do not, it
@@ -34,7 +34,7 @@ _SHORTEST_GAP_S = 0.001
 
 
 class Forecast:
-    """One look ahead. `run` it, in slices if need be, then read `turns_s`."""
+    """One look ahead. `run` it, in slices if need be, then read `turns_s`: whose turn comes soon is found first."""
 
     def __init__(self, twin: Scheduler, now_s: float) -> None:
         """`twin` is a copy that nobody else uses."""
@@ -56,10 +56,11 @@ class Forecast:
 
     def run(self, most_steps: int = 2 * MOST_STEPS) -> bool:
         """Look ahead by so many steps at most; True when all is found out."""
-        for course in (self._alone, self._among_others):
-            while most_steps > 0 and not course.over:
-                course.step()
-                most_steps -= 1
+        for _ in range(most_steps):
+            courses = [course for course in (self._alone, self._among_others) if not course.over]
+            if not courses:
+                return True
+            min(courses, key=lambda course: course.now_s).step()
         return self._alone.over and self._among_others.over
 
 
@@ -83,6 +84,11 @@ class _Course:
             tick_s=_TICK_S,
             watcher=self._watch,
         )
+
+    @property
+    def now_s(self) -> float:
+        """How far it has come."""
+        return self._world.now_s
 
     @property
     def over(self) -> bool:

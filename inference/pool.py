@@ -28,7 +28,7 @@ from inference.errors import EngineMissing, InferenceError, QueueTimeout
 from inference.events import Purpose, Ticket
 from inference.explain import TICKET, Explanation, explain
 from inference.forecast import Forecast
-from inference.forecaster import Forecaster
+from inference.forecaster import Forecaster, look_ahead
 from inference.learned import Serving
 from inference.model import Model
 from inference.orphans import Past
@@ -284,10 +284,17 @@ class Pool:
         ]
 
     async def explain(self, model: Model, priority: int, *, client_id: str | None = None) -> Explanation:
-        """What would become of a request for the model now, why it would wait, and who would go for it."""
-        now_s = time.monotonic()
-        told, twin = explain(self._scheduler, model.id, priority, now_s, client_id=client_id)
-        turn_s = (await self._forecaster.look_ahead(Forecast(twin, now_s))).get(TICKET)
+        """What would become of a request for the model now, why it would wait, and who would go for it.
+
+        Raises:
+            TooManyQuestions: many wait for the same; each takes the processor for a while.
+        """
+        async with self._forecaster.question():
+            now_s = time.monotonic()
+            told, twin = explain(self._scheduler, model.id, priority, now_s, client_id=client_id)
+            forecast = Forecast(twin, now_s)
+            await look_ahead(forecast, resting=True)
+        turn_s = forecast.turns_s.get(TICKET)
         return told if turn_s is None else told.with_eta(turn_s - now_s)
 
     async def devices(self) -> Snapshot:

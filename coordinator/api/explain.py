@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 
 from coordinator import request
 from coordinator.broker import Broker
 from coordinator.errors import BadRequest
+from coordinator.hangup import HangUp
 from gpuboss.priority import name_of, parse_priority
 from inference.explain import Blocker, DeviceShare, Explanation, Victim
 
@@ -26,6 +27,7 @@ def routes(broker: Broker) -> APIRouter:
 
     @router.get("/explain")
     async def explain(
+        asked: Request,
         model: Annotated[str | None, Query(description="A model's id or alias; the default one when left out.")] = None,
         priority: Annotated[str, Query(description="A class, or 0 to 1000.")] = "normal",
     ) -> dict[str, Any]:
@@ -35,7 +37,8 @@ def routes(broker: Broker) -> APIRouter:
             number = parse_priority(priority[:LONGEST_PRIORITY])
         except ValueError as error:
             raise BadRequest(str(error), param="priority") from None
-        return shown(await broker.pool.explain(wanted, number))
+        with HangUp(asked.receive):
+            return shown(await broker.pool.explain(wanted, number))
 
     return router
 

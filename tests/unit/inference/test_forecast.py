@@ -7,13 +7,15 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 
 from inference import actions, events, forecaster
+from inference.errors import TooManyQuestions
 from inference.events import Purpose, Ticket
 from inference.forecast import Forecast
-from inference.forecaster import Forecaster
+from inference.forecaster import Forecaster, look_ahead
 from inference.habits import Expected, Habits
 from inference.model import Model
 from inference.queue import QueueLimits
@@ -201,15 +203,15 @@ async def test_forecasts_leave_the_processor_to_others(monkeypatch: pytest.Monke
     spent_s = 0.0
 
     class Endless:
-        """Takes the processor for five milliseconds to be made, then for one each time, fifteen times."""
+        """Takes the processor for five milliseconds to be made, then for a slice each time, ten times."""
 
         def __init__(self, _scheduler: Scheduler, _now_s: float) -> None:
-            self.left = 15
+            self.left = 10
             self.turns_s: dict[str, float] = {}
             self.work(0.005)
 
         def run(self, _most_steps: int) -> bool:
-            self.work(0.001)
+            self.work(forecaster.SLICE_S)
             self.left -= 1
             return self.left == 0
 
@@ -231,16 +233,73 @@ async def test_forecasts_leave_the_processor_to_others(monkeypatch: pytest.Monke
     waits.set()
     began_s, turns = time.monotonic(), 0
     task = asyncio.create_task(looked.main_loop(waits))
-    while spent_s < 0.02:
+    while spent_s < 0.025:
         await asyncio.sleep(0)
         turns += 1
-    assert turns >= 15, "between any two slices whoever else is there has a turn"
-    while spent_s < 0.08:  # noqa: ASYNC110 (what is waited for is a figure, not an event)
+    assert turns >= 10, "between any two slices whoever else is there has a turn"
+    while spent_s < 0.1:  # noqa: ASYNC110 (what is waited for is a figure, not an event)
         await asyncio.sleep(0.01)
     took_s = time.monotonic() - began_s
     task.cancel()
     await asyncio.wait({task})
-    assert 0.06 / took_s <= forecaster.SHARE, "the fourth comes once the first three are paid for"
+    assert 0.075 / took_s <= forecaster.SHARE, "the fourth comes once the first three are paid for"
+
+
+class Slow:
+    """A forecast without an end."""
+
+    turns_s: ClassVar[dict[str, float]] = {}
+
+    def run(self, _most_steps: int) -> bool:
+        began_s = time.thread_time()
+        while time.thread_time() - began_s < forecaster.SLICE_S:
+            pass
+        return False
+
+
+async def test_a_forecast_stops_where_it_has_cost_enough_and_a_question_leaves_half_the_processor() -> None:
+    began_s = time.monotonic()
+    spent_s = await look_ahead(Slow(), resting=True)
+    assert spent_s == pytest.approx(forecaster.MOST_S, abs=0.1)
+    assert time.monotonic() - began_s >= 2 * forecaster.MOST_S
+
+
+async def test_questions_are_answered_one_by_one_and_no_more_than_some_may_wait() -> None:
+    looked, at_once, most = Forecaster(Bench(A).scheduler), 0, 0
+
+    async def ask() -> None:
+        nonlocal at_once, most
+        async with looked.question():
+            at_once += 1
+            most = max(most, at_once)
+            await asyncio.sleep(0)
+            at_once -= 1
+
+    asked = [asyncio.create_task(ask()) for _ in range(forecaster.MOST_QUESTIONS + 1)]
+    outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    assert most == 1
+    assert [outcome for outcome in outcomes if outcome is not None] == [outcomes[-1]]
+    assert isinstance(outcomes[-1], TooManyQuestions)
+    await ask()
+    gone = [asyncio.create_task(ask()) for _ in range(forecaster.MOST_QUESTIONS)]
+    await asyncio.sleep(0)
+    for task in gone:
+        task.cancel()
+    await asyncio.wait(gone)
+    await ask()
+
+
+def test_whose_turn_comes_soon_is_known_before_the_forecast_is_over():
+    bench = Bench(A)
+    measured(bench, "a", 4.0)
+    for _ in range(30):
+        bench.ask("a")
+    forecast = Forecast(bench.scheduler.copy(), bench.now)
+    while not forecast.turns_s:
+        assert not forecast.run(1)
+    soon = next(iter(forecast.turns_s))
+    forecast.run()
+    assert forecast.turns_s[soon] == min(forecast.turns_s.values())
 
 
 async def test_a_moment_that_has_passed_is_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,10 +309,16 @@ async def test_a_moment_that_has_passed_is_no_estimate(monkeypatch: pytest.Monke
     looked = Forecaster(bench.scheduler)
     looked.eta_s("w1")
 
-    async def look_ahead(_: Forecast) -> dict[str, float]:
-        return {"late": time.monotonic() - 0.1, "soon": time.monotonic() + 50.0}
+    class Known:
+        turns_s: ClassVar[dict[str, float]] = {"late": time.monotonic() - 0.1, "soon": time.monotonic() + 50.0}
 
-    monkeypatch.setattr(looked, "look_ahead", look_ahead)
+        def __init__(self, _scheduler: Scheduler, _now_s: float) -> None:
+            pass
+
+        def run(self, _most_steps: int) -> bool:
+            return True
+
+    monkeypatch.setattr(forecaster, "Forecast", Known)
     waits = asyncio.Event()
     waits.set()
     task = asyncio.create_task(looked.main_loop(waits))
