@@ -11,11 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from coordinator.cli.output import EXIT_CODES, ExitCode, fail, print_json, print_table
+from coordinator.cli.output import EXIT_CODES, ExitCode, count, fail, print_json, print_table
 from coordinator.config_files import CONFIG_NAME, BadInput, Loaded, Problem, find_config, load_settings, usual_places
 from gpuboss.units import format_bytes
 
-app = typer.Typer(help="Show and check the configuration.", no_args_is_help=True, epilog=EXIT_CODES)
+app = typer.Typer(
+    help="Show and check the configuration.",
+    no_args_is_help=True,
+    epilog=f"Example: model-boss config check. {EXIT_CODES}",
+)
 
 ConfigOption = Annotated[
     Path | None,
@@ -32,7 +36,7 @@ def load_or_fail(config: Path | None, flags: dict[str, object] | None = None) ->
         fail(_report(error.problems), ExitCode.USAGE)
 
 
-@app.command()
+@app.command(epilog="Example: model-boss config show --json")
 def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Every setting, its value, and where it comes from."""
     loaded = load_or_fail(config)
@@ -46,7 +50,7 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     print_table(("key", "value", "from"), [(key, _shown(key, value), origin) for key, value, origin in rows])
 
 
-@app.command()
+@app.command(epilog="Example: model-boss config path")
 def path(config: ConfigOption = None) -> None:
     """The configuration file in use."""
     try:
@@ -59,7 +63,7 @@ def path(config: ConfigOption = None) -> None:
     typer.echo(str(found))
 
 
-@app.command()
+@app.command(epilog="Example: model-boss config schema > model-boss.schema.json")
 def schema(
     manifest: Annotated[bool, typer.Option("--manifest", help="The schema of a manifest instead.")] = False,
 ) -> None:
@@ -69,7 +73,7 @@ def schema(
     print_json(manifest_schema() if manifest else settings_schema())
 
 
-@app.command()
+@app.command(epilog="Example: model-boss config check --config /etc/model-boss/model-boss.yaml")
 def check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Check the configuration, every manifest and the header of every model file."""
     from inference.registry import Registry
@@ -136,12 +140,8 @@ def _print_check(
         typer.echo(f"warning: {warning}")
     for problem in problems:
         typer.echo(f"problem: {problem}")
-    counts = [_count(good, "servable model"), _count(len(problems), "problem"), _count(len(warnings), "warning")]
+    counts = [count(good, "servable model"), count(len(problems), "problem"), count(len(warnings), "warning")]
     typer.echo(", ".join(counts))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _report(problems: tuple[Problem, ...]) -> str:

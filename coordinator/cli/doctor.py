@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from coordinator.cli.link import ConfigOption, JsonOption
-from coordinator.cli.output import ExitCode, print_json
+from coordinator.cli.output import ExitCode, count, print_json
 
 if TYPE_CHECKING:
     from gpuboss.cli.findings import Finding
@@ -33,7 +33,7 @@ def doctor(config: ConfigOption = None, json: JsonOption = False) -> None:
     if json:
         print_json({"ok": not counts["broken"], "findings": [asdict(finding) for finding in findings]})
     elif counts["broken"] or counts["warning"]:
-        typer.echo(f"\n{counts['broken']} broken, {counts['warning']} warnings")
+        typer.echo(f"\n{counts['broken']} broken, {count(counts['warning'], 'warning')}")
     else:
         typer.echo("\nall is well")
     if counts["broken"]:

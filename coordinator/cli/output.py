@@ -72,6 +72,11 @@ def about(seconds: float) -> str:
     return f"about {max(1, math.ceil(seconds))} s"
 
 
+def count(number: int, noun: str) -> str:
+    """`1 request`, `2 requests`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def print_json(value: object) -> None:
     """Print a value for programs."""
     typer.echo(json.dumps(value, indent=2))

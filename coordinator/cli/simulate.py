@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator.cli.link import JsonOption
-from coordinator.cli.output import ExitCode, fail, known_errors, print_json, print_table, say
+from coordinator.cli.output import ExitCode, count, fail, known_errors, print_json, print_table, say
 
 if TYPE_CHECKING:
     from inference.simulation.replay import Outcome
@@ -78,8 +78,10 @@ def simulate(
     if json:
         print_json(document)
         return
-    typer.echo(f"{subject.source}: {len(subject.requests)} requests, {len(subject.models)} models")
+    typer.echo(f"{subject.source}: {count(len(subject.requests), 'request')}, {count(len(subject.models), 'model')}")
     print_table(("", *(f">{name}" for name in names)), _rows([outcome.report for outcome in outcomes]))
+    for outcome in outcomes:
+        _tell_refusals(outcome.report)
     if out is not None:
         typer.echo(f"written: {out / 'simulation.json'}, {out / 'simulation.png'}")
 
@@ -110,7 +112,8 @@ def _subject(trace: Path | None, synthetic: str | None, devices: str | None) -> 
 def _generate(spec: Any, rooms: Any) -> Trace:
     from inference.simulation.synthetic import generate
 
-    return generate(spec, rooms)
+    with _bar("requests", spec.requests) as progress:
+        return generate(spec, rooms, progress)
 
 
 def _made_up(text: str, make: Callable[[Any], Trace]) -> Trace:
@@ -127,6 +130,7 @@ def _limited(trace: Trace, changes: Sequence[str]) -> Trace:
     """The trace with other limits of the queue."""
     from dataclasses import fields
 
+    from inference.simulation.trace import LONGEST_S
     from inference.validation import unknown
 
     known = {one.name: one for one in fields(trace.limits)}
@@ -139,6 +143,8 @@ def _limited(trace: Trace, changes: Sequence[str]) -> Trace:
             values[name] = int(value) if isinstance(known[name].default, int) else float(value)
         except ValueError:
             fail(f"--limit {change}: write KEY=NUMBER, such as max_overtakes=4", ExitCode.USAGE)
+        if values[name] > LONGEST_S:
+            fail(f"--limit {change}: at most {LONGEST_S}", ExitCode.USAGE)
     try:
         return replace(trace, limits=replace(trace.limits, **values))
     except ValueError as error:
@@ -238,7 +244,7 @@ def _rows(reports: Sequence[Report]) -> list[tuple[str, ...]]:
         _row("makespan", reports, lambda one: _seconds(one.makespan_s)),
         _row("memory held", reports, lambda one: f"{one.use.held:.0%}"),
         _row("memory at work", reports, lambda one: f"{one.use.busy:.0%}"),
-        _row("fairness (Jain)", reports, lambda one: f"{one.fairness.jain:.2f}"),
+        _row("fairness (Jain)", reports, lambda one: f"{one.fairness.jain:.2f}" if one.served else "-"),
         _row("most overtaken", reports, lambda one: str(one.fairness.most_overtaken)),
         _row("beyond the bound", reports, lambda one: _seconds(one.fairness.beyond_bound_s)),
     ]
@@ -250,8 +256,14 @@ def _row(name: str, reports: Sequence[Report], show: Callable[[Report], str]) ->
 
 def _wait_row(name: str, figure: str, reports: Sequence[Report]) -> tuple[str, ...]:
     of_class = [report.waits.get(name) for report in reports]
-    shown = ("-" if waits is None else _seconds(getattr(waits, _WAITS[figure])) for waits in of_class)
+    shown = (_seconds(getattr(waits, _WAITS[figure])) if waits and waits.count else "-" for waits in of_class)
     return (f"wait {name}: {figure}", *shown)
+
+
+def _tell_refusals(report: Report) -> None:
+    if report.refused:
+        reasons = ", ".join(f"{code} {times}" for code, times in report.refused.items())
+        typer.echo(f"{report.policy} refused {sum(report.refused.values())} of {report.requests}: {reasons}")
 
 
 def _seconds(value: float) -> str:

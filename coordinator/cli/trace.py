@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordinator.cli.link import ConfigOption, JsonOption, Link, LinkError, NoBroker, Refused, UrlOption, connect
-from coordinator.cli.output import ExitCode, fail, print_json
+from coordinator.cli.output import ExitCode, count, fail, print_json
 
 if TYPE_CHECKING:
     from inference.simulation.trace_file import TraceWriter
@@ -53,8 +53,8 @@ def trace(
     if json:
         print_json({"file": str(out), **counts})
     else:
-        lost = f", {counts['lost']} were lost" if counts["lost"] else ""
-        typer.echo(f"{counts['requests']} requests recorded{lost}: {out}")
+        lost = f", {counts['lost']} lost" if counts["lost"] else ""
+        typer.echo(f"{count(counts['requests'], 'request')} recorded{lost}: {out}")
     if problem is not None:
         problem.end()
 

@@ -36,7 +36,7 @@ def _named(text: str) -> list[DeviceRoom]:
 
 def _counted(text: str) -> list[DeviceRoom]:
     *counts, size = text.lower().split("x")
-    if not 1 <= len(counts) <= 2 or not all(count.isdecimal() for count in counts):
+    if not 1 <= len(counts) <= 2 or not all(count.isascii() and count.isdecimal() for count in counts):
         raise ValueError(f"{text!r} names no devices: {_HELP}")
     nodes, each = (1, int(counts[0])) if len(counts) == 1 else (int(counts[0]), int(counts[1]))
     if not 1 <= nodes * each <= _MOST:

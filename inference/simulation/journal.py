@@ -9,14 +9,21 @@ overtaken by every ticket that those took since it came, that came after it and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from inference import actions, events
+from inference.errors import InferenceError
 from inference.events import Purpose, Shares, Ticket
 
-__all__ = ["End", "Journal", "Load", "Turn"]
+__all__ = ["End", "Journal", "Load", "Turn", "code_of"]
+
+
+def code_of(error: InferenceError) -> str:
+    """What the API calls the refusal: `will_never_fit`."""
+    return re.sub(r"\B(?=[A-Z])", "_", type(error).__name__).lower()
 
 
 class End(Enum):
@@ -38,7 +45,7 @@ class Turn:
     end: End | None = None
     """None while it is on its way."""
     error: str | None = None
-    """The kind of the refusal."""
+    """The code of the refusal."""
     overtaken: int = 0
     """How often, while it waited for those who had to go for its load."""
     overtaken_s: float = 0.0
@@ -102,7 +109,7 @@ class Journal:
                 case actions.Grant(ticket_id, slot_id):
                     self._granted(ticket_id, self._lives[slot_id])
                 case actions.Refuse(ticket_id, error):
-                    self._ended(ticket_id, End.REFUSED, type(error).__name__)
+                    self._ended(ticket_id, End.REFUSED, code_of(error))
                 case _:
                     pass
         if self._count != before:

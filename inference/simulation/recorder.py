@@ -2,13 +2,14 @@
 
 Told by `pool.py` of every ticket's coming and going; listened to by `coordinator/api/trace.py`. A request's line is
 written when its end is known; what came before somebody began to listen is not told to them. Clients and sessions
-become numbers, each listener's own, unless they want the names; what was asked and answered is never seen here.
+become numbers, each listener's own, unless they want the names; who has not been seen for long becomes a new one. What
+was asked and answered is never seen here.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import replace
 
 from inference import errors
@@ -25,6 +26,9 @@ MOST_LISTENERS = 16
 """At once. Each costs a connection, its lines, and time of the broker's at the end of every request."""
 MOST_OPEN = 10_000
 """Requests on their way that are remembered; more can hardly be."""
+MOST_NAMES = 10_000
+"""Of clients and sessions together, the last seen, whose numbers a listener remembers. A name that was forgotten gets
+a new number; none is given twice."""
 
 
 class Listener:
@@ -36,7 +40,9 @@ class Listener:
         self._recorder = recorder
         self._began_s = began_s
         self._names = names
-        self._numbers: dict[tuple[str, str], str] = {}
+        self._numbers: OrderedDict[tuple[str, str], str] = OrderedDict()
+        """By kind and name, the longest unseen first."""
+        self._given = 0
         self._lines: deque[bytes] = deque()
         self._stirred = asyncio.Event()
 
@@ -78,7 +84,14 @@ class Listener:
     def _called(self, kind: str, name: str | None) -> str | None:
         if name is None or self._names:
             return name
-        return self._numbers.setdefault((kind, name), str(len(self._numbers) + 1))
+        if (kind, name) not in self._numbers:
+            self._given += 1
+            self._numbers[kind, name] = str(self._given)
+        self._numbers.move_to_end((kind, name))
+        number = self._numbers[kind, name]
+        if len(self._numbers) > MOST_NAMES:
+            self._numbers.popitem(last=False)
+        return number
 
 
 class Recorder:

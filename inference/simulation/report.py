@@ -73,7 +73,7 @@ class Report:
     left: int
     """Their callers gave up."""
     refused: Mapping[str, int]
-    """By kind of refusal."""
+    """By code of the error, the most frequent first."""
     waits: Mapping[str, Waits]
     """By class, the most important first; `ALL` last."""
     loads: int
@@ -143,7 +143,7 @@ def _refused(turns: Iterable[Turn]) -> dict[str, int]:
     for turn in turns:
         if turn.error is not None:
             refused[turn.error] = refused.get(turn.error, 0) + 1
-    return dict(sorted(refused.items()))
+    return dict(sorted(refused.items(), key=lambda one: (-one[1], one[0])))
 
 
 def _slowdown(served: Iterable[Turn]) -> dict[str, float]:

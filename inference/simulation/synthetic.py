@@ -10,13 +10,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from gpuboss.priority import CLASSES, NORMAL, parse_priority
 from gpuboss.units import MIB, parse_duration, parse_memory
 from inference.events import DeviceRoom
-from inference.simulation.trace import Request, Trace, TraceModel
+from inference.simulation.trace import LONGEST_S, Request, Trace, TraceModel
 from inference.validation import unknown
 from inference.yaml_files import read_document
 
@@ -41,6 +42,13 @@ WORDS: Mapping[str, str] = {
 }
 """By word, what it means."""
 
+_MOST_MODELS = 100_000
+_MOST = 10_000_000
+"""Of everything else that is counted."""
+_STEEPEST = 20
+"""The least popular of so many models still has a share that is a number."""
+_TOLD_EVERY = 1024
+"""Requests between two words about how far it is."""
 _PER = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
@@ -114,14 +122,17 @@ def read_spec(path: Path) -> Spec:
     return _spec(read_document(path).data)
 
 
-def generate(spec: Spec, devices: tuple[DeviceRoom, ...]) -> Trace:
-    """The trace that the spec describes, on these devices."""
+def generate(spec: Spec, devices: tuple[DeviceRoom, ...], progress: Callable[[int], None] | None = None) -> Trace:
+    """The trace that the spec describes, on these devices; `progress` is told how many requests are made."""
     rng = random.Random(spec.seed)  # noqa: S311 - no secret: the same seed has to give the same trace
     models = [_model(f"m{number}", spec, rng) for number in range(1, spec.models + 1)]
-    popularity = [1.0 / rank**spec.zipf for rank in range(1, spec.models + 1)]
+    popularity = list(accumulate(1.0 / rank**spec.zipf for rank in range(1, spec.models + 1)))
     names = [model.id for model in models]
-    moments = _moments(spec, rng)
-    requests = [_request(at_s, names, popularity, spec, rng) for at_s in moments]
+    requests: list[Request] = []
+    for at_s in _moments(spec, rng):
+        requests.append(_request(at_s, names, popularity, spec, rng))
+        if progress is not None and not len(requests) % _TOLD_EVERY:
+            progress(len(requests))
     return Trace(devices=devices, models=tuple(models), requests=tuple(requests), source=f"synthetic, seed {spec.seed}")
 
 
@@ -151,7 +162,7 @@ def _moments(spec: Spec, rng: random.Random) -> Iterator[float]:
 def _request(at_s: float, names: Sequence[str], popularity: Sequence[float], spec: Spec, rng: random.Random) -> Request:
     return Request(
         at_s=at_s,
-        model=rng.choices(names, popularity)[0],
+        model=rng.choices(names, cum_weights=popularity)[0],
         priority=rng.choices(list(spec.classes), list(spec.classes.values()))[0],
         client=str(rng.randint(1, spec.clients)) if spec.clients else None,
         service_s=rng.uniform(*spec.service),
@@ -173,29 +184,53 @@ def _spec(given: Mapping[str, object]) -> Spec:
             values[name] = _READ[name](str(value))
         except ValueError as error:
             raise BadSpec(f"{name}={value}: {error} ({name}: {WORDS[name]})") from error
-    return Spec(**values)
+    spec = Spec(**values)
+    if spec.requests / spec.rate > LONGEST_S:
+        raise BadSpec(f"rate={spec.rate:g}: {spec.requests} requests would take more than {LONGEST_S} s")
+    return spec
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 10_000_000:
-        raise ValueError("expected a whole number from 1 to 10000000")
-    return int(text)
+def _counted(most: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not _is_whole(text) or not 1 <= int(text) <= most:
+            raise ValueError(f"expected a whole number from 1 to {most}")
+        return int(text)
+
+    return read
+
+
+_count = _counted(_MOST)
 
 
 def _whole(text: str) -> int:
-    if not text.isdecimal():
+    if not _is_whole(text):
         raise ValueError("expected a whole number")
     return int(text)
 
 
-def _number(text: str) -> float:
+def _is_whole(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
+def _number(text: str, most: int = 1_000_000_000) -> float:
     try:
-        number = float(text)
+        number = float(text) if text.isascii() else -1.0
     except ValueError:
         raise ValueError("expected a number") from None
-    if not 0 <= number <= 1e9:
-        raise ValueError("expected a number from 0 on")
+    if not 0 <= number <= most:
+        raise ValueError(f"expected a number from 0 to {most}")
     return number
+
+
+def _zipf(text: str) -> float:
+    return _number(text, _STEEPEST)
+
+
+def _size(text: str) -> int:
+    size = parse_memory(text)
+    if not size:
+        raise ValueError("a model needs memory")
+    return size
 
 
 def _seconds(text: str) -> float:
@@ -246,8 +281,8 @@ def _classes(text: str) -> dict[int, float]:
 
 
 _READ: Mapping[str, Callable[[str], object]] = {
-    "models": _count,
-    "size": _range(parse_memory),
+    "models": _counted(_MOST_MODELS),
+    "size": _range(_size),
     "load": _range(_seconds),
     "parallel": _range(_count),
     "replicas": _count,
@@ -255,7 +290,7 @@ _READ: Mapping[str, Callable[[str], object]] = {
     "requests": _count,
     "rate": _rate,
     "burst": _burst,
-    "zipf": _number,
+    "zipf": _zipf,
     "service": _range(_seconds),
     "classes": _classes,
     "clients": _whole,

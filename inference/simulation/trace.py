@@ -15,8 +15,10 @@ from inference.events import DeviceRoom, Purpose
 from inference.model import STAY_WARM_S, Category, Model
 from inference.queue import QueueLimits
 
-__all__ = ["Request", "Trace", "TraceModel", "load_guess_s"]
+__all__ = ["LONGEST_S", "Request", "Trace", "TraceModel", "load_guess_s"]
 
+LONGEST_S = 1_000_000_000
+"""More than thirty years: nothing in a trace lasts longer, nor does a trace."""
 _LOAD_OVERHEAD_S = 2.0
 _LOAD_BYTES_PER_S = 1 << 30
 

@@ -17,25 +17,46 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
 from inference.events import DeviceRoom, Purpose
 from inference.model import STAY_WARM_S, Category
 from inference.queue import QueueLimits
-from inference.simulation.trace import Request, Trace, TraceModel
+from inference.simulation.trace import LONGEST_S, Request, Trace, TraceModel
 from inference.simulation.trace_lines import VERSION, header_line, request_line
 from inference.validation import Flag, Whole, unknown, validate
 from inference.yaml_files import BadInput, Problem, display
 
 __all__ = ["Loaded", "TraceWriter", "read", "write"]
 
-_Bytes = Annotated[Whole, Field(ge=0)]
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+MOST_LINE_BYTES = 1 << 20
+MOST_HEADER_BYTES = 64 << 20
+"""A fleet's has thousands of models."""
+_MOST_BYTES = 1 << 60
+
+
+def _not_negative(value: float) -> float:
+    if value < 0:
+        raise ValueError(f"must be at least 0, got {value:g}")
+    return value
+
+
+def _not_endless(value: float) -> float:
+    if value > LONGEST_S:
+        raise ValueError(f"must be at most {LONGEST_S}, got {value:g}")
+    return value
+
+
+_Bytes = Annotated[Whole, Field(ge=0, le=_MOST_BYTES)]
+_Count = Annotated[Whole, Field(ge=1, le=10_000_000)]
+_Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+_Seconds = Annotated[_Number, AfterValidator(_not_negative), AfterValidator(_not_endless)]
+_Limit = Annotated[_Number, AfterValidator(_not_endless)]
 _Id = Annotated[str, Field(min_length=1, max_length=500)]
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,14 +76,14 @@ class _Model(BaseModel):
     model_config = _STRICT
 
     id: _Id
-    claim_bytes: Annotated[Whole, Field(gt=0)]
+    claim_bytes: Annotated[Whole, Field(gt=0, le=_MOST_BYTES)]
     load_s: _Seconds | None = None
-    parallel: Annotated[Whole, Field(ge=1)] = 1
+    parallel: _Count = 1
     stay_warm_s: _Seconds = STAY_WARM_S[Category.LLM]
     min_residency_s: _Seconds | None = None
     pin: Flag = False
     preload: Flag = False
-    replicas: Annotated[Whole, Field(ge=1)] = 1
+    replicas: _Count = 1
     host_bytes: _Bytes = 0
 
 
@@ -72,7 +93,7 @@ class _Header(BaseModel):
     trace: Literal[1]
     devices: Annotated[list[_Device], Field(min_length=1)]
     models: list[_Model]
-    queue: dict[str, float | None] = Field(default_factory=dict)
+    queue: dict[str, _Limit | None] = Field(default_factory=dict)
 
 
 class _Request(BaseModel):
@@ -185,14 +206,17 @@ def _lines(file: BinaryIO | gzip.GzipFile, reading: _Reading) -> Iterator[tuple[
     """Number, text, and whether it is the last one and was cut. A packed file may end in the middle of a block."""
     number = 0
     while True:
+        most = MOST_HEADER_BYTES if reading.header is None else MOST_LINE_BYTES
         try:
-            line = file.readline()
+            line = file.readline(most + 1)
         except EOFError:
             reading.warnings.append(f"{reading.where}: ends in the middle; whoever wrote it was interrupted")
             return
         if not line:
             return
         number += 1
+        if len(line) > most:
+            raise _bad(reading.where, number, f"is longer than {most >> 20} MiB")
         yield number, line, not line.endswith(b"\n")
 
 
@@ -228,6 +252,9 @@ def _take_header(reading: _Reading, number: int, data: dict[str, Any]) -> None:
     if data["trace"] != VERSION:
         raise _bad(reading.where, number, f"version {data['trace']!r} of the format; this program reads {VERSION}")
     reading.header = validate(data, _Header, lambda _: (reading.where, number))
+    for kind, ones in (("devices", reading.header.devices), ("models", reading.header.models)):
+        if (twice := _twice(one.id for one in ones)) is not None:
+            raise _bad(reading.where, number, f"two {kind} are called {twice!r}")
     for model in reading.header.models:
         reading.models[model.id] = TraceModel(**model.model_dump())
 
@@ -262,6 +289,16 @@ def _limits(where: str, values: Mapping[str, float | None]) -> QueueLimits:
         return QueueLimits(**given)
     except (TypeError, ValueError, OverflowError) as error:
         raise _bad(where, 1, str(error)) from error
+
+
+def _twice(names: Iterable[str]) -> str | None:
+    """The first name that comes a second time."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 def _when(request: Request) -> float:

@@ -25,13 +25,14 @@ from typer.testing import CliRunner
 
 from coordinator.api import trace as trace_api
 from coordinator.cli import app
-from coordinator.errors import render
+from coordinator.errors import TABLE, render
 from gpuboss.devices import Device, DeviceKind
 from gpuboss.leases import DeviceUse, Snapshot
 from inference.errors import InferenceError
 from inference.events import Ticket
 from inference.queue import QueueLimits
 from inference.simulation import plots
+from inference.simulation.journal import code_of
 from inference.simulation.recorder import MOST_LISTENERS, Recorder
 from inference.simulation.trace_file import read, write
 from inference.simulation.trace_lines import header_line
@@ -53,6 +54,8 @@ def run(*arguments: str, code: int = 0) -> Any:
 def test_policies_stand_side_by_side() -> None:
     lines = run("simulate", "--synthetic", WORDS, "--policy", "all").stdout.splitlines()
     assert lines[0] == "synthetic, seed 2: 120 requests, 4 models"
+    one = run("simulate", "--synthetic", WORDS.replace("models=4", "models=1").replace("requests=120", "requests=1"))
+    assert one.stdout.startswith("synthetic, seed 2: 1 request, 1 model\n")
     table = [line.split("\t") for line in lines[1:]]
     assert table[0] == ["", "ours", "fifo", "lru-count", "shortest-keepalive"]
     assert all(len(row) == 5 for row in table)
@@ -77,13 +80,40 @@ def test_json_has_everything_by_policy() -> None:
     assert {"jain", "most_overtaken", "beyond_bound_s"} <= told["policies"]["fifo"]["fairness"].keys()
 
 
+def test_why_nothing_was_served_is_said() -> None:
+    words = ("simulate", "--synthetic", "size=60GiB requests=50", "--policy", "ours", "--policy", "fifo")
+    lines = run(*words).stdout.splitlines()
+    assert lines[-2:] == [
+        "ours refused 50 of 50: will_never_fit 50", "fifo refused 50 of 50: will_never_fit 50"
+    ]  # fmt: skip
+    table = {row[0]: row[1:] for row in (line.split("\t") for line in lines[1:-2])}
+    assert table["wait all: p50"] == table["wait all: longest"] == table["fairness (Jain)"] == ["-", "-"]
+    told = json.loads(run(*words, "--json").stdout)["policies"]
+    assert told["ours"]["refused"] == {"will_never_fit": 50}
+
+
+def test_only_who_refused_is_named_with_the_most_frequent_reason_first(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    requests = [ask(0.0, "huge"), *(ask(0.0, "a", 1.0) for _ in range(4))]
+    write(a_trace(requests, [a_model("a"), a_model("huge", 11)], max_waiting=2), path)
+    assert run("simulate", "--trace", str(path)).stdout.splitlines()[-1] == (
+        "ours refused 3 of 5: queue_full 2, will_never_fit 1"
+    )
+    assert "refused 0" not in run("simulate", "--synthetic", WORDS).stdout
+
+
+def test_refusals_have_the_codes_of_the_api() -> None:
+    refusals = {cls: kind.code for cls, kind in TABLE.items() if cls.__module__ == "inference.errors" and kind.tell}
+    assert {cls: code_of(cls("")) for cls in refusals} == refusals  # type: ignore[arg-type]  # all are InferenceErrors
+
+
 def test_more_devices_and_other_limits_make_a_difference() -> None:
     def told(*more: str) -> Any:
         return json.loads(run("simulate", "--synthetic", WORDS, "--json", *more).stdout)["policies"]["ours"]
 
     small = told("--devices", "gpu0=12GiB")
     assert told("--devices", "1x4x12GiB")["swaps"] < small["swaps"]
-    assert told("--devices", "gpu0=12GiB", "--limit", "max_waiting=2")["refused"]["QueueFull"] > 0
+    assert told("--devices", "gpu0=12GiB", "--limit", "max_waiting=2")["refused"]["queue_full"] > 0
 
 
 def test_results_are_written_to_a_folder(tmp_path: Path) -> None:
@@ -99,7 +129,7 @@ def test_a_recorded_trace_is_simulated_with_its_own_devices_and_limits(tmp_path:
     write(a_trace([ask(0.0, "a"), ask(0.0, "a"), ask(0.0, "a")], max_waiting=2), path)
     told = json.loads(run("simulate", "--trace", str(path), "--json").stdout)
     assert told["devices"] == {"d0": 10 * GIB}
-    assert told["policies"]["ours"]["refused"] == {"QueueFull": 1}
+    assert told["policies"]["ours"]["refused"] == {"queue_full": 1}
     other = json.loads(run("simulate", "--trace", str(path), "--devices", "2x24GiB", "--json").stdout)
     assert list(other["devices"]) == ["gpu0", "gpu1"]
 
@@ -150,6 +180,13 @@ def test_control_characters_of_a_trace_do_not_reach_the_terminal(tmp_path: Path)
         (("--synthetic", "models=2", "--limit", "max_wait=1"), "nearest is 'max_wait_s'"),
         (("--synthetic", "models=2", "--limit", "max_wait_s=long"), "write KEY=NUMBER"),
         (("--synthetic", "models=2", "--limit", "max_wait_s=0"), "queue.max_wait_s is 0"),
+        (("--synthetic", "models=2", "--limit", "max_wait_s=1e300"), "--limit max_wait_s=1e300: at most 1000000000"),
+        (("--synthetic", "models=2", "--limit", "max_wait_s=inf"), "--limit max_wait_s=inf: at most 1000000000"),
+        (
+            ("--synthetic", "models=2", "--limit", "aging_s=1e-320"),
+            "queue.aging_s is 1e-320; it must be at least 0.001",
+        ),
+        (("--synthetic", "zipf=400 requests=50"), "--synthetic: zipf=400: expected a number from 0 to 20"),
         (("--synthetic", "models=2", "--stop", "soon"), "--stop: duration 'soon'"),
     ],
 )
@@ -338,7 +375,7 @@ def test_the_end_of_the_broker_is_told(server: Server, tmp_path: Path) -> None:
         server.broker.stopping = True
         told, problem = process.communicate(timeout=20)
     assert process.returncode == 3
-    assert "1 requests recorded" in told
+    assert told == f"1 request recorded: {out}\n"
     assert "on its way out" in problem
 
 

@@ -67,6 +67,7 @@ def test_which_addresses_only_this_machine_reaches(host: str, loopback: bool) ->
         {"queue": {"max_waiting": 0}},
         {"queue": {"max_wait_s": 0}},
         {"queue": {"aging_s": -1}},
+        {"queue": {"aging_s": 0.0005}},
         {"queue": {"load_grace_s": -1}},
         {"queue": {"keep_place_s": "2d"}},
         {"queue": {"client_cooldown_s": "2h"}},

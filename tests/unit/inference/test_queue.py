@@ -152,7 +152,9 @@ def test_the_heads_agree_with_sorting_everything_after_any_coming_and_going():
             assert line.leader(model, {}).ticket is expected
 
 
-@pytest.mark.parametrize("wrong", [{"max_waiting": 0}, {"max_wait_s": 0}, {"aging_s": -1}, {"max_overtakes": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"max_waiting": 0}, {"max_wait_s": 0}, {"aging_s": -1}, {"aging_s": 1e-320}, {"max_overtakes": -1}]
+)
 def test_limits_that_cannot_be_meant_are_refused_by_name(wrong: dict):
     with pytest.raises(ValueError, match=f"queue.{next(iter(wrong))}"):
         QueueLimits(**wrong)

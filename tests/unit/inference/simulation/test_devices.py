@@ -30,6 +30,7 @@ def test_many_are_counted() -> None:
         ("24GiB", "names no devices"),
         ("1x2x3x4GiB", "names no devices"),
         ("gpu0", "names no devices"),
+        ("٣x24GiB", "names no devices"),
         ("gpu0=24GiB,gpu1", "'gpu1' is no device"),
         ("gpu0=24GiB,gpu0=8GiB", "two devices are called 'gpu0'"),
         ("gpu0=24Gubs", "memory size '24Gubs' is not understood"),

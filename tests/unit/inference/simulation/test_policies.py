@@ -96,13 +96,13 @@ def test_with_shortest_keepalive_what_is_loaded_already_has_a_line_of_its_own() 
 def test_peers_keep_what_is_pinned_and_refuse_what_never_fits(policy: str) -> None:
     models = [a_model("a", 8, pin=True), a_model("b", 8), a_model("huge", 11)]
     outcome = played(a_trace([ask(0.0, "a"), ask(20.0, "b"), ask(21.0, "huge")], models, max_wait_s=60.0), policy)
-    assert outcome.report.refused == {"QueueTimeout": 1, "WillNeverFit": 1}
+    assert outcome.report.refused == {"queue_timeout": 1, "will_never_fit": 1}
 
 
 @pytest.mark.parametrize("policy", PEERS)
 def test_peers_have_the_same_bounds_of_waiting(policy: str) -> None:
     outcome = played(a_trace([ask(0.0, "a", 90.0) for _ in range(5)], max_waiting=3, max_wait_s=150.0), policy)
-    assert outcome.report.refused == {"QueueFull": 2, "QueueTimeout": 1}
+    assert outcome.report.refused == {"queue_full": 2, "queue_timeout": 1}
     assert outcome.report.served == 2
 
 

@@ -62,6 +62,19 @@ async def test_names_become_numbers_unless_they_are_wanted() -> None:
     assert [line.get("client") for line in await told(curious)] == ["ann", "bob", "ann", None]
 
 
+async def test_names_long_unseen_are_forgotten_and_their_numbers_never_given_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recorder_module, "MOST_NAMES", 3)
+    recorder = Recorder()
+    listener = recorder.listen(100.0)
+    for number, client in enumerate(["ann", "bob", "cid", "ann", "dan", "ann", "bob", "cid", "eve"]):
+        recorder.arrived(ticket(f"t{number}", client), 101.0)
+        recorder.served(f"t{number}", 1.0, 102.0)
+        assert len(listener._numbers) <= 3
+    assert [line["client"] for line in await told(listener)] == ["1", "2", "3", "1", "4", "1", "5", "6", "7"]
+
+
 async def test_what_came_before_is_not_told() -> None:
     recorder = Recorder()
     early = recorder.listen(100.0)

@@ -71,6 +71,13 @@ def test_a_run_without_requests_has_figures_too() -> None:
     assert report.fairness.jain == 1.0
 
 
+def test_refusals_are_counted_by_code_the_most_frequent_first() -> None:
+    models = [a_model("a"), a_model("huge", 11)]
+    requests = [ask(0.0, "huge"), *(ask(0.0, "a", 90.0) for _ in range(4))]
+    refused = played(a_trace(requests, models, max_waiting=2, max_wait_s=60.0)).report.refused
+    assert list(refused.items()) == [("queue_full", 2), ("queue_timeout", 1), ("will_never_fit", 1)]
+
+
 def test_a_report_is_json(tmp_path: Path) -> None:
     report = played(a_trace([ask(0.0, "a")])).report
     document = json.loads(json.dumps(report.as_json()))

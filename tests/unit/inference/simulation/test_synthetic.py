@@ -67,6 +67,16 @@ def test_a_file_has_the_same_words_as_keys(tmp_path: Path) -> None:
         ("burst=10", "expected FACTORxLENGTH/EVERY"),
         ("burst=10x5m/5m", "a burst has to be shorter"),
         ("zipf=steep", "zipf=steep: expected a number"),
+        ("zipf=400", "zipf=400: expected a number from 0 to 20"),
+        ("models=100001", "models=100001: expected a whole number from 1 to 100000"),
+        ("requests=10000001", "requests=10000001: expected a whole number from 1 to 10000000"),
+        ("models=٣", "models=٣: expected a whole number"),
+        ("clients=٣", "clients=٣: expected a whole number"),
+        ("zipf=٣", "zipf=٣: expected a number"),
+        ("rate=1e10/s", "rate=1e10/s: expected a number from 0 to 1000000000"),
+        ("size=0", "size=0: a model needs memory"),
+        ("size=0..4GiB", "size=0..4GiB: a model needs memory"),
+        ("requests=2 rate=1e-18/s", "rate=1e-18: 2 requests would take more than 1000000000 s"),
     ],
 )
 def test_a_wrong_word_is_named(text: str, said: str) -> None:
@@ -101,6 +111,17 @@ def test_requests_come_at_the_rate_and_models_by_popularity() -> None:
     counts = [sum(request.model == model.id for request in trace.requests) for model in trace.models]
     assert counts[0] / counts[1] == pytest.approx(2, rel=0.1)
     assert counts[0] / counts[3] == pytest.approx(4, rel=0.1)
+
+
+def test_the_steepest_popularity_of_the_most_models_has_a_number() -> None:
+    trace = generate(parse_spec("models=100000 zipf=20 requests=10"), (a_device(),))
+    assert {request.model for request in trace.requests} == {"m1"}
+
+
+def test_it_tells_how_many_requests_are_made() -> None:
+    told: list[int] = []
+    generate(parse_spec("requests=3000"), (a_device(),), told.append)
+    assert told == [1024, 2048]
 
 
 def test_a_burst_is_so_much_more() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from inference.events import Purpose
 from inference.queue import QueueLimits
+from inference.simulation import trace_file
 from inference.simulation.trace import Request, Trace
 from inference.simulation.trace_file import TraceWriter, read, write
 from inference.simulation.trace_lines import header_line, learned_line, lost_line, request_line
@@ -159,8 +160,30 @@ HEADER = header_line(a_trace([])).decode()
         (HEADER + '{"lost": "x"}\n', "t.jsonl:2: lost"),
         (HEADER.replace('"max_overtakes"', '"max_overtake"'), "unknown key 'max_overtake'; nearest is 'max_overtakes'"),
         (HEADER.replace('"aging_s":60.0', '"aging_s":0'), "queue.aging_s is 0"),
-        (HEADER.replace('"max_waiting":512', '"max_waiting":Infinity'), "t.jsonl:1: cannot convert float infinity"),
-        (HEADER.replace('"max_waiting":512', '"max_waiting":NaN'), "t.jsonl:1: cannot convert float NaN"),
+        (HEADER.replace('"aging_s":60.0', '"aging_s":1e-320'), "must be at least 0.001"),
+        (HEADER.replace('"max_waiting":512', '"max_waiting":Infinity'), "t.jsonl:1: queue.max_waiting: expected a fin"),
+        (HEADER.replace('"max_waiting":512', '"max_waiting":NaN'), "t.jsonl:1: queue.max_waiting: expected a finite"),
+        (HEADER.replace('"max_waiting":512', '"max_waiting":"5"'), "queue.max_waiting: expected a number, got '5'"),
+        (HEADER.replace('"max_wait_s":300.0', '"max_wait_s":1e300'), "queue.max_wait_s: must be at most 1000000000"),
+        (HEADER.replace('"load_s":10.0', '"load_s":1e10', 1), "models.0.load_s: must be at most 1000000000, got 1e+10"),
+        (HEADER.replace(f":{8 * GIB}", ":" + "9" * 400, 1), "claim_bytes: must be more than 0 and at most 11529215"),
+        (HEADER.replace(f":{10 * GIB}", ":" + "9" * 400), "total_bytes: must be between 0 and 1152921504606846976"),
+        (HEADER.replace('"id":"a"', '"id":"a","parallel":10000001'), "parallel: must be between 1 and 10000000"),
+        (HEADER.replace('"id":"b"', '"id":"a"'), "t.jsonl:1: two models are called 'a'"),
+        (HEADER.replace("[{", '[{"id":"d0","total_bytes":1},{', 1), "t.jsonl:1: two devices are called 'd0'"),
+        (
+            HEADER + '{"at_s": 1e17, "model": "a", "priority": 1}\n',
+            ":2: at_s: must be at most 1000000000, got 1e+17",
+        ),
+        (HEADER + '{"at_s": ' + "9" * 400 + ', "model": "a", "priority": 1}\n', "t.jsonl:2: at_s: "),
+        (HEADER + '{"at_s": "1", "model": "a", "priority": 1}\n', "t.jsonl:2: at_s: expected a number, got '1'"),
+        (HEADER + '{"at_s": true, "model": "a", "priority": 1}\n', "t.jsonl:2: at_s: expected a number, got true"),
+        (
+            HEADER + '{"at_s": 1, "model": "a", "priority": 1, "service_s": 1e10}\n',
+            "service_s: must be at most 1000000000",
+        ),
+        (HEADER + '{"at_s": 1, "model": "a", "priority": 1, "left_s": "5"}\n', "left_s: expected a number, got '5'"),
+        (HEADER + " " * (1 << 20) + "\n", "t.jsonl:2: is longer than 1 MiB"),
         (HEADER + "[" * 60_000 + "\n", "t.jsonl:2: brackets stand too deep in each other"),
         (HEADER + '{"learned":' * 20_000, "t.jsonl:2: brackets stand too deep in each other"),
         (HEADER + '{"at_s": ' + "9" * 5_000 + "}\n", "t.jsonl:2: not valid JSON"),
@@ -173,6 +196,33 @@ def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, text: str, said: st
     with pytest.raises(BadInput) as caught:
         read(path)
     assert said in str(caught.value)
+
+
+def test_a_line_is_not_read_beyond_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.jsonl.gz"
+    spaces = gzip.compress(b" " * (8 << 20))
+    path.write_bytes(gzip.compress(HEADER.encode()) + spaces)
+    with pytest.raises(BadInput, match=r"gz:2: is longer than 1 MiB"):
+        read(path)
+    monkeypatch.setattr(trace_file, "MOST_HEADER_BYTES", 2 << 20)
+    path.write_bytes(spaces)
+    with pytest.raises(BadInput, match=r"gz:1: is longer than 2 MiB"):
+        read(path)
+
+
+def test_the_header_of_a_fleet_is_long(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    header = header_line(a_trace([], models=[a_model(f"model-{number}") for number in range(20_000)]))
+    assert len(header) > 1 << 20
+    path.write_bytes(header + request_line(ask(1.0, "model-7")))
+    assert len(read(path).trace.models) == 20_000
+
+
+def test_numbers_may_be_whole(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(HEADER + '{"at_s": 1, "model": "a", "priority": 1, "service_s": 2, "left_s": null}\n')
+    [request] = read(path).trace.requests
+    assert (request.at_s, request.service_s, request.left_s) == (1.0, 2.0, None)
 
 
 def test_what_is_no_gzip_is_told(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_wish_to_stay_warm_counts() -> None:
 
 def test_who_waits_too_long_is_refused() -> None:
     outcome = played(a_trace([ask(0.0, "a", 100.0), ask(0.0, "a", 1.0)], max_wait_s=30.0))
-    assert outcome.report.refused == {"QueueTimeout": 1}
+    assert outcome.report.refused == {"queue_timeout": 1}
 
 
 def test_preloaded_models_come_back_without_a_request() -> None:
@@ -106,7 +106,7 @@ def test_memory_that_others_hold_is_not_there() -> None:
     held = type(held)("d0", held.total_bytes, 0, 5 * GIB, accelerator=True)
     outcome = played(a_trace([ask(0.0, "a")], devices=[held], max_wait_s=20.0))
     assert outcome.report.served == 0
-    assert outcome.report.refused == {"QueueTimeout": 1}
+    assert outcome.report.refused == {"queue_timeout": 1}
 
 
 @pytest.mark.parametrize("seed", range(8))
