@@ -42,6 +42,7 @@ from inference.registry import Changes, Registry, Room
 from inference.scheduler import Scheduler
 from inference.simulation.recorder import Recorder
 from inference.slot_maker import SlotMaker
+from inference.validation import explained
 from inference.watch import watch
 
 _DESCRIPTION = "Local models behind one OpenAI-compatible API, loaded and evicted inside a memory budget."
@@ -198,7 +199,7 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     raise PathUnknown(f"{request.url.path} is not an endpoint of Model Boss; GET /docs lists them")
 
 
-async def _invalid(_: Request, error: Exception) -> Response:
+async def _invalid(request: Request, error: Exception) -> Response:
     """A parameter or a field of the body is wrong: name it."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
@@ -207,4 +208,7 @@ async def _invalid(_: Request, error: Exception) -> Response:
     where, words = first["loc"], str(first["msg"]).removeprefix("Value error, ")
     if where == ("body",):
         raise BadRequest(words)
+    if where[0] == "body":
+        model = request.scope["route"].body_field.field_info.annotation
+        raise BadRequest(explained(model, first | {"loc": where[1:]}), param=str(where[1]))
     raise BadRequest(f"{where[-1]}: {words}", param=str(where[-1]))

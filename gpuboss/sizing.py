@@ -55,7 +55,7 @@ def options_for(
     wanted = {device.id: vram_bytes or _whole(device, by_id.get(device.id)) for device in candidates}
     able = [device for device in candidates if wanted[device.id] <= _cap(device)]
     if len(able) < gpus:
-        raise errors.LeaseRefused(_explanation(candidates, vram_bytes, gpus))
+        raise errors.LeaseRefused(_explanation(candidates, vram_bytes, gpus, named=only is not None))
     spare = {device.id: _free(device, by_id) - wanted[device.id] for device in able}
     able.sort(key=lambda device: _fitness(spare[device.id], device.index))
     weighed = itertools.islice(itertools.combinations(able, gpus), _MOST_WEIGHED)
@@ -118,8 +118,11 @@ def _joint_fitness(spares: Sequence[int]) -> tuple[int, int, int]:
     return len(lacking), sum(lacking), sum(spare for spare in spares if spare > 0)
 
 
-def _explanation(candidates: Sequence[Device], vram_bytes: int | None, gpus: int) -> str:
+def _explanation(candidates: Sequence[Device], vram_bytes: int | None, gpus: int, *, named: bool) -> str:
     each = "all memory" if vram_bytes is None else format_bytes(vram_bytes)
     wanted = f"{each} of one device" if gpus == 1 else f"{each} of each of {gpus} devices"
     there = ", ".join(f"{device.id} can give {format_bytes(_cap(device))}" for device in candidates) or "it has none"
-    return f"{wanted} wanted, which this node can never give: {there}"
+    few = ""
+    if 0 < len(candidates) < gpus:
+        few = f", for only {len(candidates)} {'is' if len(candidates) == 1 else 'are'} {'named' if named else 'there'}"
+    return f"{wanted} wanted, which this node can never give{few}: {there}"

@@ -2,7 +2,7 @@
 meant.
 
 Called by `manifest.py`, `coordinator/config_files.py` and `registry.py` (backend options), after `yaml_files.py`
-read the text.
+read the text; `explained` by `coordinator/app.py` of what came over HTTP.
 """
 
 from __future__ import annotations
@@ -107,6 +107,11 @@ def validate_document(document: Document, model: type[M]) -> M:
     """A whole YAML file as a `model`. Raises `BadInput`."""
     where = display(document.path)
     return validate(document.data, model, lambda place: (where, document.line_of(place)))
+
+
+def explained(model: type[BaseModel], details: Any) -> str:
+    """One of pydantic's errors of a `model` in the same words, for what was not written in a file."""
+    return _problem(model, details, lambda _: ("", None)).message
 
 
 def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:

@@ -52,7 +52,7 @@ async def _adopt(told: argparse.Namespace, process: ProcessIdentity) -> int:
             who = f"process {process.pid}"
             if pid != process.pid:
                 who = f"process {pid} ({_name_of(pid) or 'ended'}), which descends from {who},"
-            raise errors.LeaseRefused(f"{who} is under lease {words.short_id(lease_id)} already")
+            raise errors.LeaseRefused(f"{who} is under lease {lease_id} already")
         snapshot = await client.snapshot()
         used = _used(snapshot, family, told.device)
         shares = _shares(told, client, used)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 
 from gpuboss import errors, taking
 from gpuboss.cli import words
@@ -15,10 +16,11 @@ from gpuboss.cli.progress import Progress
 from gpuboss.client import Client
 from gpuboss.devices import DeviceKind
 from gpuboss.leases import Lease, LeaseState
+from gpuboss.sizing import choose_devices
 from gpuboss.taking import Wish
-from gpuboss.units import format_bytes
+from gpuboss.units import GIB, MIB, format_bytes, whole_mib
 
-__all__ = ["lost_place", "obtain", "tell_of_host_memory"]
+__all__ = ["lost_place", "obtain", "refuse_what_never_fits", "tell_of_host_memory"]
 
 _PATIENCE_S = 0.2
 """Nobody is told of shorter waits."""
@@ -58,6 +60,31 @@ async def lost_place(client: Client, holder: str, lease_id: str | None) -> error
     else:
         why = "was taken out of the queue (gpuboss release)"
     return errors.StaleFence(f"{holder} {why}")
+
+
+def refuse_what_never_fits(client: Client, wish: Wish) -> None:
+    """Raise LeaseRefused for what these devices can never give, with what to ask for instead."""
+    candidates = choose_devices(client.devices, wish.only)
+    try:
+        wish.request(client.devices)
+    except errors.LeaseRefused as error:
+        sizes = [device.total_bytes - device.reserve_bytes for device in candidates]
+        raise errors.LeaseRefused(f"{error.message}. {_remedy(wish, sorted(sizes, reverse=True))}") from None
+
+
+def _remedy(wish: Wish, sizes: Sequence[int]) -> str:
+    """What could be asked for where the devices to choose from can give `sizes`, the largest first."""
+    size = wish.vram_bytes or 0
+    if wish.gpus > len(sizes) > 0:
+        less = "less, and for " if size > sizes[-1] else ""
+        more = "" if wish.only is None else ", or name more with --device"
+        return f"Ask for {less}fewer devices: --gpus {len(sizes)}{more}"
+    for gpus in range(wish.gpus + 1, len(sizes) + 1):
+        each = whole_mib(-(-size * wish.gpus // gpus))
+        if each <= sizes[gpus - 1]:
+            shown = f"{each // GIB}GiB" if each % GIB == 0 else f"{each // MIB}MiB"  # in full, for it is typed in
+            return f"Ask for less, or spread it over more devices: --gpus {gpus} --vram {shown}"
+    return "Ask for less"
 
 
 def tell_of_host_memory(client: Client, wish: Wish, progress: Progress) -> None:

@@ -9,7 +9,6 @@ import sys
 import time
 from dataclasses import asdict
 
-from gpuboss.cli import words
 from gpuboss.cli.exits import Exit
 from gpuboss.cli.output import connect
 from gpuboss.watching import LedgerEvent
@@ -39,7 +38,7 @@ def line_of(event: LedgerEvent) -> str:
     at = _clock(event.at_ms / 1000)
     if event.what == "epoch":
         return f"{at}  epoch      the store began a new life"
-    return f"{at}  {event.what:<9}  {words.short_id(event.lease_id)}  {event.holder}".rstrip()
+    return f"{at}  {event.what:<9}  {event.lease_id}  {event.holder}".rstrip()
 
 
 def _clock(at_s: float) -> str:

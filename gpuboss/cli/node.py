@@ -88,7 +88,8 @@ def node(told: argparse.Namespace) -> int:
         print(f"warning   {warning}")
     if found.rows:
         print()
-        print_table(_ROW_COLUMNS, [_row_cells(row, found) for row in found.rows])
+        ids = _short_ids(found.rows, found.snapshot)
+        print_table(_ROW_COLUMNS, [_row_cells(row, ids[row.lease_id], found) for row in found.rows])
     return Exit.DONE
 
 
@@ -155,11 +156,16 @@ def _device_warnings(devices: tuple[DeviceRow, ...]) -> list[str]:
 
 def _row_warnings(rows: tuple[LedgerRow, ...], snapshot: Snapshot) -> list[str]:
     known = {lease.id for lease in snapshot.leases}
+    ids = _short_ids(rows, snapshot)
     return [
-        f"{row.holder} runs here under lease {words.short_id(row.lease_id)}, which the store does not know yet"
+        f"{row.holder} runs here under lease {ids[row.lease_id]}, which the store does not know yet"
         for row in rows
         if row.lease_id not in known
     ]
+
+
+def _short_ids(rows: tuple[LedgerRow, ...], snapshot: Snapshot) -> dict[str, str]:
+    return words.short_ids([*(row.lease_id for row in rows), *(lease.id for lease in snapshot.leases)])
 
 
 def _fields(found: Node) -> dict[str, Any]:
@@ -189,10 +195,10 @@ def _fields(found: Node) -> dict[str, Any]:
     }
 
 
-def _row_cells(row: LedgerRow, found: Node) -> tuple[str, ...]:
+def _row_cells(row: LedgerRow, shown_id: str, found: Node) -> tuple[str, ...]:
     devices = [use.device for use in found.snapshot.devices]
     return (
-        words.short_id(row.lease_id),
+        shown_id,
         row.holder,
         "-" if row.pid is None else str(row.pid),
         _liveness(row) or "held by word",

@@ -50,7 +50,7 @@ async def _release(told: argparse.Namespace) -> int:
         snapshot = await client.snapshot()
         found = _find(snapshot, told.lease)
         if len(found) != 1:
-            complain(_not_one(told.lease, found))
+            complain(_not_one(told.lease, found, snapshot))
             return Exit.NOT_DONE
         lease = found[0]
         if lease.state is LeaseState.QUEUED:  # 1
@@ -66,7 +66,7 @@ async def _release(told: argparse.Namespace) -> int:
         held = words.shares(lease.shares, client.devices)
         text = (
             f"{lease.holder} is asked to give back {held} within {max(0.0, left_s):.0f} s; "
-            f"`gpuboss release {words.short_id(lease.id)} --force` ends it"
+            f"`gpuboss release {lease.id} --force` ends it"
         )
         return await _tell(told, client, lease, text)
 
@@ -101,10 +101,11 @@ def _is_adopted(lease: Lease, row: LedgerRow | None) -> bool:
     )
 
 
-def _not_one(name: str, found: list[Lease]) -> str:
+def _not_one(name: str, found: list[Lease], snapshot: Snapshot) -> str:
     if not found:
         return f"there is no lease {name!r}: `gpuboss ps` shows those there are"
-    those = ", ".join(f"{words.short_id(lease.id)} ({lease.holder})" for lease in found)
+    ids = words.short_ids(lease.id for lease in snapshot.leases)
+    those = ", ".join(f"{ids[lease.id]} ({lease.holder})" for lease in found)
     return f"{name!r} may be any of {those}: say more of its id"
 
 
@@ -175,7 +176,7 @@ def _confirmed(told: argparse.Namespace, lease: Lease, pids: set[int]) -> bool:
     if told.yes:
         return True
     text = "\n".join(f"  {pid:>7}  {_command_line(pid)}" for pid in sorted(pids)) or "  no process"
-    print(f"{lease.holder}, lease {words.short_id(lease.id)}:\n{text}", file=sys.stderr)
+    print(f"{lease.holder}, lease {lease.id}:\n{text}", file=sys.stderr)
     if not sys.stdin.isatty():
         complain("nothing is ended without confirmation: add --yes")
         return False

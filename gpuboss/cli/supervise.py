@@ -23,7 +23,7 @@ from typing import Any
 
 from gpuboss import errors
 from gpuboss.cli import words
-from gpuboss.cli.asking import obtain, tell_of_host_memory
+from gpuboss.cli.asking import obtain, refuse_what_never_fits, tell_of_host_memory
 from gpuboss.cli.child import Child, Ended
 from gpuboss.cli.exits import Exit, exit_of_signal
 from gpuboss.cli.job_control import JobControl
@@ -78,6 +78,7 @@ class Supervisor:
             self._look_while_waiting(waiting)
             name = f"gpuboss run {self._order.wish.holder}"
             async with await Client.connect(self._order.settings, name=name, has_loop=True) as client:
+                refuse_what_never_fits(client, self._order.wish)
                 if self._order.settings.devices is None:
                     tell_of_host_memory(client, self._order.wish, self._progress)
                 lease = await obtain(client, self._order.wish, self._progress)

@@ -25,7 +25,7 @@ from gpuboss import errors
 from gpuboss.cli import words
 from gpuboss.cli.exits import Exit
 from gpuboss.cli.output import connect, print_json
-from gpuboss.cli.views import LEASE_COLUMNS, Pids, lease_cells, look, snapshot_of
+from gpuboss.cli.views import LEASE_COLUMNS, Pids, lease_rows, look, snapshot_of
 from gpuboss.client import Client
 from gpuboss.leases import DeviceUse, LeaseState, Snapshot
 from gpuboss.units import format_bytes
@@ -110,8 +110,7 @@ def picture(snapshot: Snapshot, pids: Pids, width: int) -> Group:
         name = column.removeprefix(">")
         justify: JustifyMethod = "left" if name == column else "right"
         leases.add_column(name, justify=justify, overflow="fold", no_wrap=name in _UNBROKEN)
-    for lease in snapshot.leases:
-        cells = lease_cells(lease, snapshot.devices, pids)
+    for lease, cells in zip(snapshot.leases, lease_rows(snapshot, pids), strict=True):
         leases.add_row(*cells, style="dim" if lease.state is LeaseState.QUEUED else "")
     waiting = sum(lease.state is LeaseState.QUEUED for lease in snapshot.leases)
     held = len(snapshot.leases) - waiting

@@ -21,7 +21,7 @@ from gpuboss.priority import name_of
 from gpuboss.units import format_bytes
 
 __all__ = [
-    *("LEASE_COLUMNS", "Pids", "device_fields", "devices", "lease_cells", "lease_fields", "look", "pids_of", "ps"),
+    *("LEASE_COLUMNS", "Pids", "device_fields", "devices", "lease_fields", "lease_rows", "look", "pids_of", "ps"),
     "snapshot_of",
 ]
 
@@ -52,7 +52,7 @@ def ps(told: argparse.Namespace) -> int:
     if told.json:
         print_json([lease_fields(lease, pids) for lease in snapshot.leases])
         return Exit.DONE
-    print_table(LEASE_COLUMNS, [lease_cells(lease, snapshot.devices, pids) for lease in snapshot.leases])
+    print_table(LEASE_COLUMNS, lease_rows(snapshot, pids))
     return Exit.DONE
 
 
@@ -135,13 +135,18 @@ def lease_fields(lease: Lease, pids: Pids) -> dict[str, Any]:
     }
 
 
-def lease_cells(lease: Lease, uses: Iterable[DeviceUse], pids: Pids) -> tuple[str, ...]:
-    """A lease's row under LEASE_COLUMNS."""
+def lease_rows(snapshot: Snapshot, pids: Pids) -> list[tuple[str, ...]]:
+    """The leases' rows under LEASE_COLUMNS."""
+    ids = words.short_ids(lease.id for lease in snapshot.leases)
+    return [_lease_cells(lease, ids[lease.id], snapshot.devices, pids) for lease in snapshot.leases]
+
+
+def _lease_cells(lease: Lease, shown_id: str, uses: Iterable[DeviceUse], pids: Pids) -> tuple[str, ...]:
     importance = "pinned" if words.is_pinned(lease) else name_of(lease.priority)
     preemptible = " (yields)" if lease.preemptible and not words.is_pinned(lease) else ""
     pid = _pid(lease, pids)
     return (
-        words.short_id(lease.id),
+        shown_id,
         lease.holder,
         f"{importance}{preemptible}",
         _state(lease),

@@ -5,6 +5,7 @@ Called by the package's commands. Every sentence carries its numbers.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -14,11 +15,15 @@ from gpuboss.leases import HOLDS_MEMORY, DeviceUse, HolderKind, Lease, LeaseStat
 from gpuboss.priority import PINNED, name_of
 from gpuboss.units import format_bytes
 
-__all__ = ["ago", "device_name", "duration", "foreign", "in_order", "memory", "notice", "shares", "short_id", "waiting"]
+__all__ = [
+    *("ago", "device_name", "duration", "foreign", "in_order", "memory", "notice", "shares", "short_id", "short_ids"),
+    "waiting",
+]
 
 _BOARDS = frozenset({DeviceKind.CUDA, DeviceKind.ROCM, DeviceKind.METAL})
 _MOST_HOLDERS = 4
 """As many are named in one line; the others are counted."""
+_SHORTEST_ID = 12
 
 
 def device_name(device: Device) -> str:
@@ -27,8 +32,23 @@ def device_name(device: Device) -> str:
 
 
 def short_id(lease_id: str) -> str:
-    """Enough of a lease's id to name it."""
-    return lease_id[:12]
+    """Enough of a lease's id to name it, where no others are shown."""
+    return lease_id[:_SHORTEST_ID]
+
+
+def short_ids(lease_ids: Iterable[str]) -> dict[str, str]:
+    """Of each of these ids as much as names that lease alone: callers of the HTTP API choose how theirs begin."""
+    ids = sorted(set(lease_ids))
+    alike = [_alike(one, other) for one, other in itertools.pairwise(ids)]  # neighbours are the most alike
+    return {
+        lease_id: lease_id[: max(_SHORTEST_ID, before + 1, after + 1)]
+        for lease_id, before, after in zip(ids, [0, *alike], [*alike, 0], strict=False)
+    }
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters they begin with in common."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def ago(since_ms: int) -> str:

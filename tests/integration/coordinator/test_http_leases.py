@@ -419,6 +419,27 @@ async def test_what_is_not_understood_is_refused_by_name(api: Api, body: dict[st
 
 
 @pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"vrm": "1GiB"}, "vrm", "unknown key 'vrm'; nearest is 'vram'"),
+        ({"vram_mb": 0}, "vram_mb", "vram_mb: must be more than 0, got 0"),
+        ({"vram_mb": 1, "gpus": 65}, "gpus", "gpus: must be between 1 and 64, got 65"),
+        ({"vram_mb": "1"}, "vram_mb", "vram_mb: expected a whole number, got '1'"),
+        ({"vram_mb": 1, "wait_s": "soon"}, "wait_s", "wait_s: duration 'soon' is not understood"),
+        ({"vram_mb": 1, "devices": "gpu0"}, "devices", "devices: expected a list, got 'gpu0'"),
+        ({"vram_mb": 1, "devices": ["gpu0", 1]}, "devices", "devices.1: expected text, got 1"),
+        ({"vram_mb": 1, "pid": 1, "match": "x"}, None, "say which process by one of pid, match"),
+    ],
+)
+async def test_what_is_not_understood_is_told_as_of_the_files(
+    api: Api, body: dict[str, Any], param: str | None, message: str
+) -> None:
+    _, answer = await api.post(**body)
+    assert answer["error"]["message"].startswith(message)
+    assert answer["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
     ("data", "status", "code"),
     [
         (b"", 400, "invalid_request"),

@@ -124,10 +124,10 @@ async def test_an_adopted_process_holds_until_it_ends(ledger: LedgerUnderTest, c
         (shown,) = await asyncio.to_thread(leases, ledger)
         assert shown["pid"] == process.pid, "not the command that asked for it"
         said = await asyncio.to_thread(lambda: gpuboss(ledger, *words, code=77))
-        assert f"process {process.pid} is under lease {lease.id[:12]} already" in said
+        assert f"process {process.pid} is under lease {lease.id} already" in said
         said = await asyncio.to_thread(lambda: gpuboss(ledger, "adopt", "--pid", str(os.getpid()), code=77))
         below = f"process {process.pid} (sleep), which descends from process {os.getpid()},"
-        assert f"{below} is under lease {lease.id[:12]} already" in said
+        assert f"{below} is under lease {lease.id} already" in said
     await until(lambda: _over(client, lease.id), "the lease to be freed with its process")
 
 
@@ -244,6 +244,7 @@ def run(ledger: LedgerUnderTest, client: Client) -> Iterator[Run]:
 def test_a_holder_is_asked_to_yield(ledger: LedgerUnderTest, run: Run) -> None:
     said = gpuboss(ledger, "release", "job:sft-12")
     assert "job:sft-12 is asked to give back 100MiB of sim0 within 30 s" in said
+    assert f"`gpuboss release {run.lease} --force` ends it" in said
     code, said = run.wait()
     assert code == 79
     assert "(gpuboss release) wants this memory back in 30 s" in said

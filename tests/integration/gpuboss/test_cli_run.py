@@ -243,6 +243,9 @@ def test_more_than_there_is_is_refused_at_once(ledger: LedgerUnderTest) -> None:
     said = gpuboss(ledger, "run", "--vram", "200MiB", "--", "true", code=77)
     assert "200MiB" in said
     assert "sim0 can give 100MiB" in said
+    assert "Ask for less, or spread it over more devices: --gpus 2 --vram 100MiB" in said
+    said = gpuboss(ledger, "run", "--vram", "1MiB", "--gpus", "3", "--", "true", code=77)
+    assert "for only 2 are there: sim0 can give 100MiB, sim1 can give 100MiB. Ask for fewer devices: --gpus 2" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -9,8 +9,10 @@ from argparse import Namespace
 import pytest
 
 from gpuboss.cli import views
+from gpuboss.cli.events import line_of
 from gpuboss.devices import Device, DeviceKind
 from gpuboss.leases import DeviceUse, ForeignUse, Snapshot
+from gpuboss.watching import LedgerEvent
 from tests.unit.gpuboss.test_cli_words import lease
 
 GIB = 1 << 30
@@ -23,6 +25,8 @@ LEASES = (
     lease("job:word", {"GPU-6f2a": 4}),
     lease("job:granted", {"GPU-6f2a": 4}),
     lease("job:late", position=1, wants={"GPU-6f2a": 4 * GIB}),
+    lease("job:render", {"GPU-6f2a": 1}, id="http-render-21"),
+    lease("job:render", {"GPU-6f2a": 1}, id="http-render-22"),
 )
 PIDS = {"id-service:comfyui": 4711, "id-job:word": None}
 """As the node's books have them; all leases were asked for by process 7."""
@@ -60,10 +64,28 @@ def test_a_lease_is_shown_with_the_process_whose_memory_it_is(capsys: pytest.Cap
     assert views.ps(Namespace(json=False)) == 0
     header, *rows = (re.split(r"  +", line) for line in capsys.readouterr().out.splitlines())
     pids = {row[header.index("HOLDER")]: row[header.index("PID")] for row in rows}
-    assert pids == {"service:comfyui": "4711", "job:word": "-", "job:granted": "7", "job:late": "7"}
+    assert pids == {
+        "service:comfyui": "4711",
+        "job:word": "-",
+        "job:granted": "7",
+        "job:late": "7",
+        "job:render": "7",
+    }
     assert rows[0][header.index("MEMORY")] == "gpu0 12GiB, sim0 8GiB", "in the order of the devices"
     assert rows[3][header.index("MEMORY")] == "wants 4GiB"
     assert views.ps(Namespace(json=True)) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert [found["pid"] for found in shown] == [4711, None, 7, 7]
-    assert [found["wants"] for found in shown] == [{}, {}, {}, {"GPU-6f2a": 4 * GIB}]
+    assert [found["pid"] for found in shown] == [4711, None, 7, 7, 7, 7]
+    assert [found["wants"] for found in shown] == [{}, {}, {}, {"GPU-6f2a": 4 * GIB}, {}, {}]
+
+
+def test_leases_whose_ids_begin_alike_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert views.ps(Namespace(json=False)) == 0
+    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert shown[1] == "id-service:c", "no longer than it has to be"
+    assert shown[-2:] == ["http-render-21", "http-render-22"]
+
+
+def test_an_event_names_its_lease_in_full() -> None:
+    line = line_of(LedgerEvent("granted", "http-render-21", "job:render", "node", 1000))
+    assert line.split()[1:] == ["granted", "http-render-21", "job:render"]

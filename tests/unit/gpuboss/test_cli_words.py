@@ -180,6 +180,22 @@ def test_a_waiter_is_shown_with_what_it_wants(wanted: dict[str, int], told: str)
     assert words.memory(late, [*GPUS, SIM]) == told
 
 
+def test_ids_are_as_short_as_tells_them_apart() -> None:
+    ids = ["http-render-21", "http-render-22", "http-render-2", "3f2a" * 8, "short"]
+    assert words.short_ids(ids) == {
+        "http-render-21": "http-render-21",
+        "http-render-22": "http-render-22",
+        "http-render-2": "http-render-2",
+        "3f2a" * 8: "3f2a3f2a3f2a",
+        "short": "short",
+    }
+    assert words.short_ids(["http-render-21-left", "http-render-22-left"] * 2) == {
+        "http-render-21-left": "http-render-21",
+        "http-render-22-left": "http-render-22",
+    }
+    assert words.short_ids([]) == {}
+
+
 def test_shares_and_ages() -> None:
     assert words.memory(lease("job:a", {"sim0": 1, "GPU-1": 2}), [*GPUS, SIM]) == "gpu1 2GiB, sim0 1GiB"
     assert words.memory(lease("job:new", position=1), GPUS) == "-"

@@ -59,6 +59,18 @@ def test_a_device_too_small_for_it_is_no_alternative() -> None:
         options_for([gpu(1, reserve=4)], vram_bytes=21 * GIB)
 
 
+def test_more_devices_than_there_are_is_told_as_that() -> None:
+    told = "1GiB of each of 2 devices wanted, which this node can never give, for only 1 {}: GPU-0 can give 24GiB"
+    with pytest.raises(errors.LeaseRefused) as refused:
+        options_for([gpu(0), CPU], vram_bytes=GIB, gpus=2)
+    assert refused.value.message == told.format("is there")
+    with pytest.raises(errors.LeaseRefused) as refused:
+        options_for([gpu(0), gpu(1)], vram_bytes=GIB, gpus=2, only=["gpu0"])
+    assert refused.value.message == told.format("is named")
+    with pytest.raises(errors.LeaseRefused, match="never give, for only 2 are there: GPU-0 can give"):
+        options_for([gpu(0), gpu(1)], exclusive=True, gpus=3)
+
+
 def test_an_exclusive_lease_takes_all_but_reserve_and_a_desktop() -> None:
     card = gpu(0, total=24, reserve=1)
     assert options_for([card], exclusive=True) == ({"GPU-0": 23 * GIB},)
