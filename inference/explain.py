@@ -24,6 +24,8 @@ __all__ = ["Blocker", "DeviceShare", "Explanation", "Verdict", "Victim", "explai
 
 TICKET = "explain"
 """The id of the ticket that is tried out."""
+OTHERS = "other holders"
+"""The name of the blocker that stands for all of them, where nobody asked the ledger for theirs."""
 
 
 class Verdict(StrEnum):
@@ -66,7 +68,7 @@ class Blocker:
     """Something that keeps its memory, or keeps the request from its turn."""
 
     name: str
-    """A slot's id; else what it is: `queue`, `other holders`, `cool-down`, `back-off`."""
+    """A slot's id, or another holder's name; else what it is: `queue`, `other holders`, `cool-down`, `back-off`."""
     held_bytes: int
     """Memory it has; 0 for what is not about memory."""
     why: str
@@ -116,6 +118,16 @@ class Explanation:
     def with_eta(self, eta_s: float | None) -> Explanation:
         """The same, with the forecast."""
         return replace(self, eta_s=eta_s)
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Is there something that other holders lease in the way?"""
+        return any(blocker.name == OTHERS for blocker in self.blocked_by)
+
+    def naming(self, holders: tuple[Blocker, ...]) -> Explanation:
+        """The same, with these other holders in the place of their sum."""
+        rest = tuple(blocker for blocker in self.blocked_by if blocker.name != OTHERS)
+        return replace(self, blocked_by=(*rest, *holders)) if holders else self
 
 
 def explain(
@@ -218,7 +230,7 @@ def _blockers(board: State, ticket: Ticket, verdict: Verdict) -> Iterator[Blocke
             yield Blocker(slot.id, sum(slot.shares.values()), _words(board, slot, ticket.priority))
     held = sum(board.held_outside().values())
     if held and verdict is Verdict.WAITS:
-        yield Blocker("other holders", held, f"jobs and other brokers lease {format_bytes(held)}")
+        yield Blocker(OTHERS, held, f"jobs and other brokers lease {format_bytes(held)}")
 
 
 def _about_the_turn(board: State, ticket: Ticket) -> Iterator[Blocker]:

@@ -294,6 +294,10 @@ class Pool:
             told, twin = explain(self._scheduler, model.id, priority, now_s, client_id=client_id)
             forecast = Forecast(twin, now_s)
             await look_ahead(forecast, resting=True)
+        if told.waits_for_others:
+            with contextlib.suppress(GpubossError):  # without the store their sum has to do
+                others = readings.of_others(await self._ledger.snapshot(), self._self)
+                told = told.naming(readings.holders(others, priority))
         turn_s = forecast.turns_s.get(TICKET)
         return told if turn_s is None else told.with_eta(turn_s - now_s)
 

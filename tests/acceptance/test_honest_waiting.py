@@ -187,6 +187,29 @@ def test_explain_says_what_a_request_would_wait_for(subject: Broker) -> None:
         assert "1 in flight" in blocker["why"]
 
 
+def test_explain_names_the_job_that_a_request_would_wait_for(subject: Broker) -> None:
+    for model in ("robin", "wren"):
+        subject.post(f"/api/v1/models/{model}/unload", {})
+    job = {"vram_mb": CLAIM_MIB, "name": "sft", "request_id": "sft", "priority": "low", "preemptible": True}
+    status, lease = subject.post("/api/v1/leases", job | {"grace_s": 9})
+    assert (status, lease["state"]) == (200, "active")
+
+    def why(*arguments: str) -> str | None:
+        told = {blocker["name"]: blocker for blocker in _explain(subject, "wren", *arguments)["blocked_by"]}
+        if "job:sft" not in told:
+            return None
+        assert told["job:sft"]["held_bytes"] == CLAIM_MIB << 20
+        return str(told["job:sft"]["why"])
+
+    try:
+        wait_until(why, "the broker to hear of the job")
+        assert "yields to more important requests alone" in str(why("--priority", "batch"))
+        assert "would be told to yield within 9 s" in str(why())
+    finally:
+        subject.delete(f"/api/v1/leases/{lease['id']}")
+        subject.ask("robin")  # as the other tests expect it
+
+
 def test_explain_says_why_a_request_would_be_refused(subject: Broker, demo_models: Path) -> None:
     subject.write_manifest("huge", id="huge", path=str(demo_models / "robin.gguf"), vram="40GiB", context=512)
     wait_until(lambda: "huge" in str(subject.get("/v1/models")[1]), "the new manifest to be read")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from inference import actions, events
+from gpuboss.identity import ProcessIdentity
+from gpuboss.leases import Fence, HolderKind, Lease, LeaseState, Notice
+from inference import actions, events, readings
 from inference.events import Ticket
 from inference.explain import TICKET, Explanation, Verdict, explain
 from inference.fault import Fault
@@ -115,6 +118,7 @@ def test_others_leases_the_queue_and_a_back_off_are_named():
     assert {blocker.name: blocker.why for blocker in said.blocked_by}["other holders"] == (
         "jobs and other brokers lease 5GiB"
     )
+    assert said.waits_for_others
     bench = Bench(A)
     bench.ask("a")
     bench.failed("a", was_ready=False, fault=Fault.CRASH)
@@ -122,6 +126,44 @@ def test_others_leases_the_queue_and_a_back_off_are_named():
     why = {blocker.name: blocker.why for blocker in said.blocked_by}
     assert why["back-off"].startswith("its engine failed, and is started again in ")
     assert why["queue"] == "1 waiting requests come first"
+
+
+def a_lease(holder: str, priority: int = 10, **keys: Any) -> Lease:
+    return Lease(
+        id=holder,
+        request_id=holder,
+        holder=holder,
+        kind=HolderKind.JOB,
+        state=keys.pop("state", LeaseState.ACTIVE),
+        shares={"d0": GIB},
+        priority=priority,
+        fence=Fence(1, 1),
+        position=None,
+        owner=ProcessIdentity("boot", 1, 1, 1),
+        since_ms=0,
+        **keys,
+    )
+
+
+def test_holders_outside_are_named_with_what_would_make_them_yield():
+    bench = Bench(A, B, devices=(a_device("d0", 10, others=5, leased=5),))
+    leases = [
+        a_lease("job:stays"),
+        a_lease("job:lesser", 50, preemptible=True, grace_s=60.0),
+        a_lease("job:equal", preemptible=True),
+        a_lease("job:told", 20, notice=Notice("w", "job:other", 10, 0, 12.3, acknowledged=True)),
+        a_lease("job:waits", state=LeaseState.QUEUED),
+    ]
+    before = said_of(bench, "a")
+    said = before.naming(readings.holders(leases, before.priority))
+    assert not said.waits_for_others
+    assert {blocker.name: (blocker.held_bytes, blocker.why) for blocker in said.blocked_by if blocker.held_bytes} == {
+        "job:stays": (GIB, "it leases 1GiB in class normal until it ends: it is not pre-emptible"),
+        "job:lesser": (GIB, "it leases 1GiB in class batch, and would be told to yield within 60 s"),
+        "job:equal": (GIB, "it leases 1GiB in class normal, and yields to more important requests alone"),
+        "job:told": (GIB, "it leases 1GiB in class low and was told to yield to job:other within 12 s"),
+    }
+    assert before.naming(()) == before, "who left just now: the sum is all there is"
 
 
 @pytest.mark.parametrize(
