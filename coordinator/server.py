@@ -25,11 +25,12 @@ from coordinator.listen import CannotListen, listen, url_of
 from coordinator.security import UnsafeBind, check_bind
 from coordinator.settings import Settings
 from coordinator.wire import GuardedHttp
-from gpuboss.errors import GpubossError
+from gpuboss.errors import GpubossError, LockHeld
 from gpuboss.state_dir import HostLock, StateDir
 from inference.errors import InferenceError
 
 BROKER_LOCK = "broker"
+WHEN_TAKEN = "end that one, or give this one a directory of its own with --state-dir"
 FAILED = 1
 """Exit status when the broker could not start; the reason stands on standard error."""
 STOPPED = 130
@@ -42,8 +43,8 @@ Ready = Callable[[str], None]
 """Called once with the broker's address when it answers."""
 
 
-def run(settings: Settings, ready: Ready | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status."""
+def run(settings: Settings, ready: Ready | None = None, *, when_taken: str = WHEN_TAKEN) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status. `when_taken`: what to do where another broker is at work."""
     logs.configure(settings.log_level)
     try:
         check_bind(settings.host, loopback=settings.is_loopback, api_key=settings.api_key)
@@ -51,6 +52,9 @@ def run(settings: Settings, ready: Ready | None = None) -> int:
             runner.run(_serve(settings, listener, ready or _print_ready))
     except asyncio.CancelledError:
         return STOPPED
+    except LockHeld as error:
+        print(f"model-boss: {error}; {when_taken}", file=sys.stderr)
+        return FAILED
     except (UnsafeBind, CannotListen, GpubossError, InferenceError) as error:
         print(f"model-boss: {error}", file=sys.stderr)
         return FAILED

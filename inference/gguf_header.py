@@ -173,7 +173,8 @@ def _read_preamble(reader: Reader) -> int:
         raise BadGguf("is empty (0 bytes)")
     start = reader.take(min(4, reader.size))
     if start != b"GGUF":
-        raise BadGguf(f"is not a GGUF file: it begins with {start!r}, not with b'GGUF'")
+        shown = repr(start).removeprefix("b")
+        raise BadGguf(f"is not a GGUF file: it begins with {shown}, not with 'GGUF'")
     version = reader.u32()
     if version & 0xFFFF == 0 and version:
         raise BadGguf("is a GGUF file for big-endian machines; convert it, or fetch the usual one")

@@ -17,6 +17,8 @@ from inference.model import Model
 from inference.placement import MARGIN_BYTES, largest
 from inference.queue import Entry
 from inference.raised import why_refused
+from inference.slot_state import SlotState
+from inference.slot_view import SlotRecord
 from inference.state import State
 
 _NAMED = 4
@@ -114,12 +116,28 @@ def queue_timeout(board: State, entry: Entry) -> errors.QueueTimeout:
     need = f", which needs {format_bytes(board.claim_of(model.id))}" if model is not None else ""
     return errors.QueueTimeout(
         f"waited {board.now_s - ticket.submitted_at_s:.0f} s for model '{ticket.model_id}'{need} and was number "
-        f"{position} of {waiting} in the queue; its slot is {slot.state if slot else 'idle'} with "
-        f"{len(slot.in_flight) if slot else 0} in flight; there is {_room_text(board)}. The limit is "
-        f"{board.limits.max_wait_s:g} s (`queue.max_wait_s` in model-boss.yaml)",
+        f"{position} of {waiting} in the queue; the model {_state_text(slot)}; there is {_room_text(board)}. "
+        f"`model-boss explain {ticket.model_id}` tells what is in the way. The limit is {board.limits.max_wait_s:g} s "
+        "(`queue.max_wait_s` in model-boss.yaml)",
         retry_after_s=board.pace_s(position),
         facts={"position": position, "waiting": waiting, "eta_s": None},
     )
+
+
+def _state_text(slot: SlotRecord | None) -> str:
+    match slot.state if slot is not None else SlotState.IDLE:
+        case SlotState.QUEUED:
+            return "waits for memory that other holders lease"
+        case SlotState.LOADING:
+            return "is being loaded"
+        case SlotState.READY:
+            return f"is loaded, with {len(slot.in_flight) if slot else 0} in flight"
+        case SlotState.DRAINING | SlotState.STOPPING:
+            return "is leaving the memory"
+        case SlotState.WEDGED:
+            return "is held by an engine that cannot be ended"
+        case SlotState.IDLE | SlotState.FAILED:
+            return "is not loaded"
 
 
 def preempted(model_id: str, demand: Demand) -> errors.Preempted:

@@ -147,8 +147,9 @@ async def _answer(
 
 
 def _not_loaded(model_id: str, state: SlotState) -> NotLoaded:
+    now = "" if state is SlotState.IDLE else f" (it is {state})"
     return NotLoaded(
-        f"model '{model_id}' is not loaded (it is {state}), and looking does not load it: "
+        f"model '{model_id}' is not loaded{now}, and looking does not load it: "
         f"POST /api/v1/models/{model_id}/load, or send it a request",
         param="model",
     )

@@ -44,7 +44,7 @@ def demo(port: Annotated[int | None, typer.Option(help="Port to listen on. [defa
             fail("there is no llama-server: run `make setup`, or `model-boss engines install llama-server`")
     from coordinator.server import run
 
-    raise typer.Exit(run(settings, ready=_announcer(started_s)))
+    raise typer.Exit(run(settings, ready=_announcer(started_s), when_taken="end that one"))
 
 
 def _announcer(started_s: float) -> Callable[[str], None]:

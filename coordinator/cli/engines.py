@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from inference.engines.progress import Progress, Report
     from inference.engines.resolve import Candidate
 
-app = typer.Typer(no_args_is_help=True, help="The programs that run models: which are used, and building them.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="The programs that run models: which are used, and building them.",
+    epilog="Example: model-boss engines list",
+)
 
 
 @app.command("list", epilog="Example: model-boss engines list --json")

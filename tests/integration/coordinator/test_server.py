@@ -133,6 +133,7 @@ def test_a_second_broker_on_the_state_directory_says_who_is_first(start: Start) 
         assert "ready" not in out
         assert f"process {first.pid} " in err
         assert f"http://127.0.0.1:{port}" in err
+        assert err.endswith("; end that one, or give this one a directory of its own with --state-dir\n")
         assert len(err.splitlines()) == 1
     assert _health(port)["status"] == "ok"
     first.kill()

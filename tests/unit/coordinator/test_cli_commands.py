@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from coordinator.cli import app, demo, serve
 from coordinator.cli.engines import plain_reporter
 from coordinator.cli.output import ExitCode
+from gpuboss.state_dir import HostLock, StateDir
 from inference.engines.progress import Progress, Stage
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,6 +26,7 @@ COMMANDS = (
     *("serve", "demo", "init", "ps", "models", "explain", "load", "unload", "logs", "doctor"),
     *("trace", "simulate", "config", "engines"),
 )
+SUBCOMMANDS = ("config show", "config path", "config schema", "config check", "engines list", "engines install")
 
 
 def run(*arguments: str, code: int = 0) -> Any:
@@ -54,9 +56,9 @@ def test_help_lists_every_command_and_the_exit_status() -> None:
     assert "3 no broker answers" in " ".join(told.split())
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in {"config", "engines"}])
+@pytest.mark.parametrize("command", [*COMMANDS, *SUBCOMMANDS])
 def test_every_command_explains_itself_with_an_example(command: str) -> None:
-    told = run(command, "--help").stdout
+    told = run(*command.split(), "--help").stdout
     assert "Example: " in told
 
 
@@ -166,6 +168,18 @@ def test_the_demo_outside_of_a_checkout_says_where_it_is(tmp_path: Path, monkeyp
 
 def test_the_demo_without_an_engine_says_how_to_get_one(bare_home: Path) -> None:
     assert "make setup" in run("demo", code=ExitCode.FAILED).stderr
+
+
+def test_a_second_broker_or_demo_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model-boss.yaml").write_text("state_dir: state\n")
+    monkeypatch.setattr(demo, "DEMO", tmp_path)
+    monkeypatch.setattr("inference.engines.find_llama_server", lambda named: Path("llama-server"))
+    monkeypatch.setattr("coordinator.logs.configure", lambda level: None)
+    with HostLock(StateDir.resolve(tmp_path / "state").lock_path("broker"), note="http://127.0.0.1:8210"):
+        told = run("serve", "--config", str(tmp_path / "model-boss.yaml"), code=1).stderr
+        assert "for http://127.0.0.1:8210; end that one, or give this one a directory of its own with --state-" in told
+        told = run("demo", code=1).stderr
+        assert told.endswith("for http://127.0.0.1:8210; end that one\n"), "it has no such option"
 
 
 def test_the_line_to_paste_is_a_streamed_chat_request() -> None:

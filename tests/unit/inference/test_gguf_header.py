@@ -121,7 +121,9 @@ def test_flipped_bytes_are_read_or_refused_and_nothing_else(tmp_path: Path) -> N
     ("content", "expected"),
     [
         (b"", "empty (0 bytes)"),
-        (b"hello world", "not a GGUF file: it begins with b'hell'"),
+        (b"hello world", "not a GGUF file: it begins with 'hell', not with 'GGUF'"),
+        (b"\x7fEL\n", r"not a GGUF file: it begins with '\x7fEL\n', not with 'GGUF'"),
+        (b"\xff\x00'\x9b", r"""not a GGUF file: it begins with "\xff\x00'\x9b", not with 'GGUF'"""),
         (b"GG", "not a GGUF file"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(16), "big-endian"),
         (b"GGUF" + struct.pack("<I", 1) + bytes(16), "version 1"),

@@ -206,7 +206,7 @@ def test_one_of_everything_that_can_be_wrong_and_one_good_model(library: Library
         f"cut.gguf is truncated: its tensors need {len(whole):,} bytes, the file has {len(whole) - 2000:,} "
         f"({(len(whole) - 2000) * 100 // len(whole)} %); download it again"
     )
-    assert problem["text"] == "text.gguf is not a GGUF file: it begins with b'not ', not with b'GGUF'"
+    assert problem["text"] == "text.gguf is not a GGUF file: it begins with 'not ', not with 'GGUF'"
     assert problem["gone"] == "gone.gguf is a link to a file that is gone"
     assert problem["missing"] == (
         "missing.yaml:2: path: '../models/goood.gguf' does not exist; nearest there is 'good.gguf'"

@@ -292,6 +292,21 @@ def test_a_ticket_that_waits_too_long_is_refused_at_a_tick_with_its_place():
     assert "number 1 of 2" in bench.errors["b2"].message
     assert "`queue.max_wait_s`" in bench.errors["b2"].message
     assert "4GiB of 10GiB free on d0" in bench.errors["b2"].message
+    assert "the model is not loaded; " in bench.errors["b2"].message
+    assert "`model-boss explain b`" in bench.errors["b2"].message
+
+
+def test_who_waited_too_long_is_told_what_its_model_is_doing():
+    bench = Bench(A, B, limits=QueueLimits(max_wait_s=30.0))
+    bench.ask("a")
+    bench.up("a")
+    bench.ask("a")
+    assert bench.after(30.0) == ["refuse a2 QueueTimeout"]
+    assert "the model is loaded, with 1 in flight; " in bench.errors["a2"].message
+    assert bench.served("a1") == []
+    bench.ask("b")
+    assert bench.after(30.0) == ["refuse b3 QueueTimeout"]
+    assert "the model is being loaded; " in bench.errors["b3"].message
 
 
 # -- other purposes -----------------------------------------------------------------------------------------------
