@@ -189,14 +189,22 @@ def answered(tally: Tally, subject: Broker, model: str, killed_s: float) -> None
     """The model answers again, soon. A request that met the death itself is told so, and asks once more."""
     body = {"model": model, "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 8}
 
-    def answers() -> bool:
-        with contextlib.suppress(OSError):
-            status, answer = subject.post("/v1/chat/completions", body)
-            assert status == 200 or answer["error"]["code"] in ENGINE_GONE, answer
-            return status == 200
-        return False
+    told: list[object] = []
 
-    wait_until(answers, f"{model} to answer after the kill")
+    def answers() -> bool:
+        try:
+            status, answer = subject.post("/v1/chat/completions", body)
+        except OSError as error:
+            told.append(error)
+            return False
+        told.append(answer)
+        assert status == 200 or answer["error"]["code"] in ENGINE_GONE, answer
+        return status == 200
+
+    try:
+        wait_until(answers, f"{model} to answer after the kill")
+    except AssertionError as error:
+        raise AssertionError(f"{error}; told {len(told)} times, at last {told[-3:]}; {subject.slots()}") from None
     took_s = tally.took("next answer", time.monotonic() - killed_s)
     assert took_s < LATEST_ANSWER_S, f"{model} answered {took_s:.1f} s after the kill"
 
