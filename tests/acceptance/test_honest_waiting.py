@@ -124,10 +124,11 @@ def test_waiting_and_loading_cost_nothing_of_the_budget(subject: Broker) -> None
 
 
 def test_a_stream_that_waits_is_told_its_place_and_at_last_that_it_was_too_long(subject: Broker) -> None:
-    with Stream(subject) as busy, Stream(subject, model="wren") as waits:
+    with Stream(subject) as busy:
         busy.until("data: ")
-        assert waits.until(": queued").startswith(": queued 1 of 1")
-        error = waits.error()
+        with Stream(subject, model="wren") as waits:
+            assert waits.until(": queued").startswith(": queued 1 of 1")
+            error = waits.error()
     assert (error["code"], error["position"], error["waiting"]) == ("queue_timeout", 1, 1)
     assert "eta_s" in error
 
