@@ -81,8 +81,11 @@ class Entry(NamedTuple):
     ticket: Ticket
 
     def passes(self, leader: Entry) -> bool:
-        """Did it come after the leader, or is it less important? A place kept for it puts it before nobody who came
-        meanwhile, or as many as had left would pass one who stays."""
+        """Does a grant to it overtake the leader: is it less important, or did it come later?
+
+        A place that was kept for it says where it stands in its own model's line, and no more: else as many as once
+        left would pass one who stays.
+        """
         return (self.priority, self.ticket.submitted_at_s, self.seq) > leader[:3]
 
 

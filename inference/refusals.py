@@ -125,13 +125,15 @@ def queue_timeout(board: State, entry: Entry) -> errors.QueueTimeout:
 
 
 def _state_text(slot: SlotRecord | None) -> str:
-    match slot.state if slot is not None else SlotState.IDLE:
+    if slot is None:
+        return "is not loaded"
+    match slot.state:
         case SlotState.QUEUED:
             return "waits for memory that other holders lease"
         case SlotState.LOADING:
             return "is being loaded"
         case SlotState.READY:
-            return f"is loaded, with {len(slot.in_flight) if slot else 0} in flight"
+            return f"is loaded, with {len(slot.in_flight)} in flight"
         case SlotState.DRAINING | SlotState.STOPPING:
             return "is leaving the memory"
         case SlotState.WEDGED:

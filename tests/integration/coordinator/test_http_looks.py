@@ -14,6 +14,7 @@ from yarl import URL
 from gpuboss.ledger_rows import Ground, SharePeak
 from inference import breaker
 from inference.admission import Progress
+from inference.errors import TooManyQuestions
 from inference.explain import Blocker, DeviceShare, Explanation, Verdict, Victim
 from inference.fault import Fault
 from inference.slot_state import SlotState
@@ -167,6 +168,37 @@ async def test_explain_tells_who_would_go_and_what_it_waits_for_in_numbers(tmp_d
         assert told["blocked_by"] == [{"name": "robin", "held_bytes": 40 * MIB, "why": "it is leaving"}]
         assert told["devices"][0]["free_bytes"] == 20 * MIB
         assert not broker.pool.tickets, "to ask changes nothing"
+
+
+async def test_nobody_looks_ahead_for_a_caller_who_hung_up(tmp_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(tmp_dir) as broker:
+        begun, ended = asyncio.Event(), asyncio.Event()
+
+        async def explain(*_: object) -> Explanation:
+            begun.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.set()
+            return TOLD
+
+        monkeypatch.setattr(broker.pool, "explain", explain)
+        asking = asyncio.ensure_future(_get(broker, "/api/v1/explain?model=wren"))
+        await begun.wait()
+        asking.cancel()
+        await until(ended.is_set, "the look ahead to end", timeout_s=1)
+
+
+async def test_too_many_questions_are_told_when_to_come_back(tmp_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(tmp_dir) as broker:
+
+        async def explain(*_: object) -> Explanation:
+            raise TooManyQuestions("16 such questions wait already")
+
+        monkeypatch.setattr(broker.pool, "explain", explain)
+        response = await broker.http.get(f"{broker.url}/api/v1/explain?model=wren")
+        assert (response.status, response.headers["retry-after"]) == (429, "5")
+        assert (await response.json())["error"]["code"] == "too_many_questions"
 
 
 async def test_explain_takes_aliases_and_the_default_model(tmp_dir: Path) -> None:
