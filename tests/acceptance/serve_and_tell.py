@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 from coordinator import server
 from coordinator.config_files import load_settings
+from gpuboss.store_link import Link
 
 WATCHED = frozenset({"Admission", "EngineResponse", "Exchange", "GuardedHttp", "HangUp", "RequestResponseCycle"})
 """Classes of which nothing may be left once all requests are over and their connections closed."""
@@ -28,10 +29,12 @@ def main() -> int:
 
     def tell() -> None:
         gc.collect()
-        kinds = Counter(type(thing).__name__ for thing in gc.get_objects())
+        alive = gc.get_objects()
+        kinds = Counter(type(thing).__name__ for thing in alive)
         told = {
             "tasks": sorted(task.get_name() for task in asyncio.all_tasks()),
             "objects": {name: kinds[name] for name in WATCHED},
+            "store_links": sum(type(thing) is Link for thing in alive),
         }
         unfinished = file.with_suffix(".part")
         unfinished.write_text(json.dumps(told))

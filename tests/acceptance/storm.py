@@ -152,13 +152,18 @@ class ToldBroker(Broker):
         return self.directory / "told.json"
 
     def inside(self) -> Mapping[str, Any]:
-        """Its tasks and objects, now."""
+        """Its tasks, objects and connections to the store, now."""
         assert self.process is not None
         self._told.unlink(missing_ok=True)
         self.process.send_signal(signal.SIGUSR1)
         wait_until(self._told.exists, "the broker to tell what lives in it")
         told: Mapping[str, Any] = json.loads(self._told.read_text())
         return told
+
+    def files(self) -> int:
+        """Its open descriptors without connections to the store, whose pool a busier moment may enlarge for good."""
+        assert self.process is not None
+        return Holdings.of(self.process.pid).files - int(self.inside()["store_links"])
 
 
 @dataclass(frozen=True, slots=True)

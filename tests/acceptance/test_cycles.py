@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from gpuboss.state_dir import StateDir
+from gpuboss.store_link import MOST_LINKS
 from tests.acceptance.broker import MODELS, Broker, broker
 from tests.acceptance.storm import Holdings
 from tests.support import wait_until
@@ -21,7 +22,7 @@ from tests.support import wait_until
 CYCLES = 50
 WARM_UP = 4
 GROWTH_BYTES = 8 << 20
-POOLED = 3
+POOLED = MOST_LINKS
 """Connections to the store, and threads, that a busier moment may add to their pools: far fewer than one per cycle."""
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuboss.store_link import MOST_LINKS
 from tests.acceptance.storm import Heard, Holdings, ToldBroker, ask_all, callers
 from tests.support import wait_until
 
@@ -59,6 +60,7 @@ def test_nothing_is_left_of_callers_who_hang_up_and_no_answer_crosses_over(subje
     broker, engine = subject.process.pid, _engine(subject)
     wait_until(lambda: not any(subject.inside()["objects"].values()), "the first storm to be over")
     before, inside, engine_before = Holdings.of(broker), subject.inside(), Holdings.of(engine)
+    files_before = subject.files()
 
     began_s = time.monotonic()
     heard = _storm(subject, COUNT, seed=2)
@@ -73,7 +75,8 @@ def test_nothing_is_left_of_callers_who_hang_up_and_no_answer_crosses_over(subje
 
     wait_until(lambda: subject.inside()["objects"] == inside["objects"], "every request's objects to be gone")
     wait_until(lambda: subject.inside()["tasks"] == inside["tasks"], "every request's tasks to be gone")
-    wait_until(lambda: Holdings.of(broker).files <= before.files, "every socket and file to be closed")
+    wait_until(lambda: subject.files() <= files_before, "every socket and file to be closed")
+    assert subject.inside()["store_links"] <= MOST_LINKS + 1, "the pool, and one that blocks"
     wait_until(lambda: Holdings.of(engine).files <= engine_before.files, "every connection to the engine to be closed")
     after = Holdings.of(broker)
     assert after.rss_bytes <= before.rss_bytes + GROWTH_BYTES
