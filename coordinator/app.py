@@ -152,6 +152,8 @@ async def _watch(registry: Registry, pool: Pool) -> None:
     def report(changes: Changes) -> None:
         for problem in changes.problems:
             _log.warning("models_problem", problem=str(problem))
+        for where in changes.mended:
+            _log.info("models_mended", where=where)
         _log.info("models_changed", added=changes.added, removed=changes.removed, changed=changes.changed)
         pool.models_changed()
 

@@ -269,10 +269,8 @@ class Plan:
         claim = board.claims.get(model.id)
         overdue = claim is not None and claim.overdue(board.now_s, board.limits)
         host_bytes = board.host_bytes_of(model.id)
-        if need > board.largest_bytes:
-            self._refuse_all(model.id, refusals.never_fits(board, model))
-        elif host_bytes and board.host is not None and host_bytes > board.host.capacity_bytes:
-            self._refuse_all(model.id, refusals.host_never_fits(model, board.host, host_bytes))
+        if (never := refusals.never_fits(board, model, need, host_bytes)) is not None:
+            self._refuse_all(model.id, never)
         elif host_bytes and host_bytes > board.host_room():
             self.contested |= rooms.total().keys()  # whoever went for it on an accelerator would go in vain
         elif need < min(self._hopeless_bytes.values()) and (ways := rooms.place(need)):

@@ -21,7 +21,7 @@ import structlog
 from gpuboss.errors import GpubossError
 from gpuboss.identity import ProcessIdentity
 from gpuboss.leases import LeaseState, Snapshot
-from inference import actions, breaker, events, readings
+from inference import actions, breaker, events, readings, refusals
 from inference.admission import Admission, Grant, Progress
 from inference.adoption import adopt_orphans
 from inference.errors import EngineMissing, InferenceError, QueueTimeout
@@ -92,6 +92,8 @@ class Pool:
         self._forecaster = Forecaster(scheduler)
         self._models: Mapping[str, Model] = {}
         """Those the scheduler decides about; a reload, in a thread of its own, exchanges the registry's before."""
+        self._too_large: dict[str, str] = {}
+        """Models that can never be loaded, and why, as the log has it."""
         self._slots: dict[str, Slot] = {}
         self._admissions: dict[str, Admission] = {}
         self._granted_at_s: dict[str, float] = {}
@@ -117,6 +119,7 @@ class Pool:
         self._models = dict(self.registry.models)
         await self._read_devices()
         self._feed(events.ModelsChanged(time.monotonic(), self._models))
+        self._warn_of_the_too_large()
         await adopt_orphans(self._ledger, self._heir_of)
         await self._read_devices()
         self._feed(events.Tick(time.monotonic()))
@@ -145,7 +148,17 @@ class Pool:
         """Tell the scheduler that the registry holds other models than before."""
         self._models = dict(self.registry.models)
         self._feed(events.ModelsChanged(time.monotonic(), self._models))
+        self._warn_of_the_too_large()
         self._feed(events.Tick(time.monotonic()))
+
+    def _warn_of_the_too_large(self) -> None:
+        """Log whose requests will all be refused, once for each reason."""
+        told, self._too_large = self._too_large, {}
+        for model_id in self._models:
+            if (reason := self.never_fits(model_id)) is not None:
+                self._too_large[model_id] = reason
+                if told.get(model_id) != reason:
+                    _log.warning("model_never_fits", model=model_id, reason=reason)
 
     def _heir_of(self, past: Past) -> Slot | None:
         """The slot for an engine that an earlier broker left; None where it is not to be adopted."""
@@ -282,6 +295,15 @@ class Pool:
             )
             for position, entry in enumerate(self._scheduler.board.line.in_order(now_s), start=1)
         ]
+
+    def never_fits(self, model_id: str) -> str | None:
+        """Why the model can never be loaded on these devices; None where it can, if all else is gone."""
+        board = self._scheduler.board
+        if model_id not in board.models or not board.usable:
+            return None
+        told = board.models[model_id]
+        refusal = refusals.never_fits(board, told, board.claim_of(model_id), board.host_bytes_of(model_id))
+        return refusal.message if refusal is not None else None
 
     async def explain(self, model: Model, priority: int, *, client_id: str | None = None) -> Explanation:
         """What would become of a request for the model now, why it would wait, and who would go for it.

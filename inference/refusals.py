@@ -46,8 +46,16 @@ def shut_off(board: State, model: Model, shut: Open | Standing) -> errors.LoadFa
     )
 
 
-def never_fits(board: State, model: Model) -> errors.WillNeverFit:
-    """Larger than the devices are when empty."""
+def never_fits(board: State, model: Model, need: int, host_bytes: int) -> errors.WillNeverFit | None:
+    """Why the model could not be loaded if nothing else were, with what it needs; None where it could be."""
+    if need > board.largest_bytes:
+        return _larger_than_devices(board, model)
+    if host_bytes and board.host is not None and host_bytes > board.host.capacity_bytes:
+        return _larger_than_host(model, board.host, host_bytes)
+    return None
+
+
+def _larger_than_devices(board: State, model: Model) -> errors.WillNeverFit:
     several = bool(board.groups)
     need = board.claim_of(model.id)
     where = f"{len(board.usable)} devices together" if several else f"'{board.usable[0].id}'"
@@ -65,8 +73,7 @@ def never_fits(board: State, model: Model) -> errors.WillNeverFit:
     )
 
 
-def host_never_fits(model: Model, host: DeviceRoom, host_bytes: int) -> errors.WillNeverFit:
-    """The layers that it keeps in host memory are larger than that is when empty."""
+def _larger_than_host(model: Model, host: DeviceRoom, host_bytes: int) -> errors.WillNeverFit:
     return errors.WillNeverFit(
         f"model '{model.id}' needs {format_bytes(host_bytes)} of host memory beside the accelerator, but '{host.id}' "
         f"can hold at most {format_bytes(host.capacity_bytes)} when empty. Raise `gpu_layers` in its manifest, or use "

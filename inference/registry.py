@@ -37,10 +37,12 @@ class Changes:
     changed: tuple[str, ...]
     """Models of which something is different; it applies to their next load."""
     problems: tuple[Problem, ...]
-    """Problems that were not there before."""
+    """Problems and warnings that were not there before."""
+    mended: tuple[str, ...]
+    """Files, and settings, with which nothing is wrong any more."""
 
     def __bool__(self) -> bool:
-        return bool(self.added or self.removed or self.changed or self.problems)
+        return bool(self.added or self.removed or self.changed or self.problems or self.mended)
 
 
 class Registry:
@@ -114,11 +116,10 @@ class Registry:
         Reads files, so call it in a thread where a pause would hurt; two calls at once follow one another.
         """
         with self._building:
-            before = self._catalog
-            after = build_catalog(self._sources, Known(self._headers, self._room, self._peaks), before)
-            self._names = _Names(after.models)
-            self._catalog = after
-            return _compare(before, after)
+            before, told = self._catalog, self.problems + self.warnings
+            self._catalog = build_catalog(self._sources, Known(self._headers, self._room, self._peaks), before)
+            self._names = _Names(self._catalog.models)
+            return _compare(before.models, self._catalog.models, told, self.problems + self.warnings)
 
     def watched(self) -> tuple[Path, ...]:
         """The folders whose changes call for a reload, as far as they exist."""
@@ -181,11 +182,14 @@ def _shown(name: str) -> str:
     return repr(name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}...")
 
 
-def _compare(before: Catalog, after: Catalog) -> Changes:
-    old, new = before.models, after.models
+def _compare(
+    old: Mapping[str, Model], new: Mapping[str, Model], told: tuple[Problem, ...], wrong: tuple[Problem, ...]
+) -> Changes:
+    still = {problem.where for problem in wrong}
     return Changes(
         added=tuple(model_id for model_id in new if model_id not in old),
         removed=tuple(model_id for model_id in old if model_id not in new),
         changed=tuple(model_id for model_id in new if model_id in old and new[model_id] != old[model_id]),
-        problems=tuple(problem for problem in after.problems if problem not in before.problems),
+        problems=tuple(problem for problem in wrong if problem not in told),
+        mended=tuple(dict.fromkeys(problem.where for problem in told if problem.where not in still)),
     )

@@ -129,12 +129,14 @@ def model(broker: Broker, value: Model) -> dict[str, Any]:
     """A model with everything an operator wants to know.
 
     `problem`: why it cannot be served. `manifest_problem`: why the present version of its manifest is not in force.
+    `never_fits`: why it can never be loaded here, whatever else is gone.
     """
     return {
         "id": value.id,
         "state": str(state_of(broker.pool, value.id)),
         "problem": value.problem,
         "manifest_problem": broker.pool.registry.outdated.get(value.id),
+        "never_fits": broker.pool.never_fits(value.id),
         "category": str(value.category),
         "backend": value.backend,
         "context": value.context,

@@ -88,7 +88,7 @@ def _model_row(model: dict[str, Any]) -> tuple[str, ...]:
         format_bytes(model["size_bytes"]),
         format_bytes(model["claim_bytes"]),
         _short(model["source"]),
-        model["problem"] or model["manifest_problem"] or "",
+        model["problem"] or model["never_fits"] or model["manifest_problem"] or "",
     )
 
 

@@ -68,6 +68,9 @@ def test_a_model_larger_than_the_budget(subject: Broker) -> None:
     assert "10GiB" in error["message"], "what it needs"
     assert "60MiB" in error["message"], "what there is"
     assert "vram" in error["message"], "it names the setting"
+    [listed] = [model for model in subject.get("/api/v1/models")[1]["models"] if model["id"] == "huge"]
+    assert listed["never_fits"] == error["message"], "it is told before anybody asks for it"
+    assert subject.log().count('"model_never_fits"') == subject.log().count('"model": "huge"') == 1
 
 
 def test_an_unknown_model(subject: Broker) -> None:
@@ -85,7 +88,7 @@ def test_bad_json(subject: Broker) -> None:
 
 def test_broken_models_are_listed_with_their_problem(subject: Broker) -> None:
     listed = {model["id"]: model for model in subject.get("/api/v1/models")[1]["models"]}
-    assert listed["robin"]["problem"] is None
+    assert listed["robin"]["problem"] is listed["robin"]["never_fits"] is None
     assert "nowhere.gguf" in listed["missing"]["problem"]
 
 

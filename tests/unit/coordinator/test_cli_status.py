@@ -65,6 +65,7 @@ MODEL = {
     "state": "ready",
     "problem": None,
     "manifest_problem": None,
+    "never_fits": None,
     "context": 512,
     "size_bytes": 2 << 20,
     "claim_bytes": 5 * GIB,
@@ -232,12 +233,14 @@ def test_ps_shows_the_programs_beside_us_and_what_they_are_asked(broker: FakeBro
 def test_models_are_listed_with_the_reason_why_one_is_broken(broker: FakeBroker) -> None:
     broken = MODEL | {"id": "cut", "state": "idle", "problem": "cut.gguf is truncated", "context": 0}
     kept = MODEL | {"id": "kept", "manifest_problem": "kept.yaml:3: context: expected a whole number, got 'lots'"}
-    broker.answers["GET /api/v1/models"] = {"models": [MODEL, broken, kept]}
-    _, robin, cut, old = lines(call("models", "--url", broker.url))
+    large = MODEL | {"id": "large", "never_fits": "model 'large' needs 40GiB, but 'sim0' can hold 8GiB"}
+    broker.answers["GET /api/v1/models"] = {"models": [MODEL, broken, kept, large]}
+    _, robin, cut, old, never = lines(call("models", "--url", broker.url))
     assert robin == ["robin", "ready", "512", "2MiB", "5GiB", "/srv/manifests/robin.yaml", ""]
     assert (cut[1], cut[-1]) == ("broken", "cut.gguf is truncated")
     assert (old[1], old[-1]) == ("ready", "kept.yaml:3: context: expected a whole number, got 'lots'")
-    assert json.loads(call("models", "--url", broker.url, "--json").stdout) == [MODEL, broken, kept]
+    assert never[-1] == "model 'large' needs 40GiB, but 'sim0' can hold 8GiB"
+    assert json.loads(call("models", "--url", broker.url, "--json").stdout) == [MODEL, broken, kept, large]
 
 
 def test_no_models_says_how_to_get_some(broker: FakeBroker) -> None:

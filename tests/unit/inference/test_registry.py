@@ -423,10 +423,29 @@ def test_a_manifest_that_breaks_keeps_its_former_version_and_says_so(library: Li
     assert "nowhere.gguf" in str(registry.reload().problems[0])
     assert "nowhere.gguf" in registry.outdated["chat"]
     assert registry.resolve("chat").context == 512
+    manifest.write_text("id: chat\npath: ../models/a.gguf\ncontext: 512\n")
+    changes = registry.reload()
+    assert (changes.changed, changes.problems) == ((), ())
+    assert changes.mended == ("manifests/m.yaml",), "also where nothing came of it"
     manifest.write_text("id: chat\npath: ../models/a.gguf\ncontext: 256\n")
-    assert registry.reload().changed == ("chat",)
+    changes = registry.reload()
+    assert (changes.changed, changes.mended) == (("chat",), ())
     assert not registry.problems
     assert not registry.outdated
+
+
+def test_what_only_deserves_a_warning_is_told_on_a_reload_too(library: Library) -> None:
+    library.add("a.gguf")
+    library.add("b.gguf")
+    registry = library.load()
+    manifest = library.describe("m.yaml", "id: chat\npath: ../models/a.gguf\naliases: [b]\n")
+    changes = registry.reload()
+    assert [str(problem) for problem in changes.problems] == [
+        "manifests/m.yaml: alias 'b' of chat is never used: that name already leads to b"
+    ]
+    manifest.write_text("id: chat\npath: ../models/a.gguf\naliases: [c]\n")
+    changes = registry.reload()
+    assert (changes.problems, changes.mended) == ((), ("manifests/m.yaml",))
 
 
 def test_a_model_whose_file_goes_is_broken_and_comes_back_with_it(library: Library) -> None:
