@@ -23,6 +23,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """After a failure, say how the same order of tests is had again."""
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        seed = config.getoption("randomly_seed")
+        terminalreporter.write_line(f'the same order again: make test ARGS="--randomly-seed={seed}"')
+
+
 @pytest.fixture
 def tmp_dir() -> Iterator[Path]:
     """A directory with a path short enough for unix sockets; removed afterwards."""
