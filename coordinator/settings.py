@@ -97,7 +97,10 @@ class QueueSettings(BaseModel):
         description="How long they may do so; as long may a model that was just loaded serve who waited for that.",
     )
     aging_s: Seconds = Field(
-        default=60.0, ge=0.001, description="After this long, the oldest waiting request rises a class."
+        default=60.0,
+        ge=0.001,
+        description="After this long, the oldest waiting request rises a class, and an idle model falls one: "
+        "it is kept from less important requests by the class it last served.",
     )
     load_grace_s: Seconds = Field(
         default=10.0,

@@ -223,6 +223,7 @@ def test_of_threads_that_enter_one_hold_at_once_one_is_let_in(settings: LedgerSe
         told = [threads.submit(enter) for _ in range(8)]
         try:
             wait_until(lambda: sum(one.done() for one in told) == 7, "all but one to be refused")
+            wait_until(lambda: entered, "the one to be in")
             assert [lease.id for lease in leases(settings)] == entered
         finally:
             leave.set()
