@@ -108,9 +108,13 @@ class FakePool:
     noticed_by: str | None = None
     after_failures: breaker.State = field(default_factory=breaker.MayStart)
     explanation: Explanation | None = None
+    too_large: dict[str, str] = field(default_factory=dict)
     seen: dict[str, tuple[SharePeak, ...]] = field(default_factory=dict)
     rested_on: dict[str, tuple[Ground, ...]] = field(default_factory=dict)
     _numbers: Any = field(default_factory=lambda: itertools.count(1))
+
+    def never_fits(self, model_id: str) -> str | None:
+        return self.too_large.get(model_id)
 
     def submit(
         self,

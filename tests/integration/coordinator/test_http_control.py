@@ -34,8 +34,10 @@ async def test_the_model_list_shows_state_context_and_size(tmp_dir: Path) -> Non
 
 async def test_operators_see_broken_models_with_the_reason(tmp_dir: Path) -> None:
     async with serving(tmp_dir, models=(a_model("robin"), a_model("wreck", problem="truncated"))) as broker:
+        broker.pool.too_large["robin"] = "needs 40GiB"
         listed = await (await broker.http.get(f"{broker.url}/api/v1/models")).json()
         assert {model["id"]: model["problem"] for model in listed["models"]} == {"robin": None, "wreck": "truncated"}
+        assert [model["never_fits"] for model in listed["models"]] == ["needs 40GiB", None]
 
 
 async def test_slots_and_their_story(tmp_dir: Path) -> None:

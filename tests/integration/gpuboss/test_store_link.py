@@ -96,7 +96,7 @@ async def test_all_that_waited_go_on_when_the_store_is_back(tmp_dir: Path) -> No
         returned_s = time.monotonic()
         async with asyncio.timeout(10):
             await asyncio.gather(*asking)
-        assert time.monotonic() - returned_s < 1.5
+        assert time.monotonic() - returned_s < 5, "not one after the other"
         assert store.up
         await store.close()
 
@@ -107,7 +107,7 @@ async def test_a_call_is_over_when_its_time_is_and_says_where_it_asked(tmp_dir: 
         began_s = time.monotonic()
         with pytest.raises(errors.StoreUnavailable, match=f"{url} does not answer: no answer within"):
             await store.call(Script.TICK, within_s=1.0)
-        assert time.monotonic() - began_s < 1.5
+        assert time.monotonic() - began_s < 3, "not as long as calls have by themselves"
         assert not store.up
         await store.close()
 

@@ -18,7 +18,7 @@ from gpuboss.devices import Device, DeviceKind, Reading, parse_devices
 from gpuboss.identity import ProcessIdentity
 from gpuboss.keeper import Keeper
 from gpuboss.leases import Lease, LeaseState
-from gpuboss.processes import end_processes
+from gpuboss.processes import _END_S, end_processes
 from gpuboss.settings import LedgerSettings
 from gpuboss.state_dir import StateDir
 from tests.integration.gpuboss import users
@@ -184,7 +184,7 @@ def test_what_another_user_left_is_neither_ended_nor_waited_for(box: Box) -> Non
 
         done, took_s = box._somebody(ROBIN, end).says()
         assert not done
-        assert took_s < 0.9, "the keeper's beats stood still for somebody whom it cannot end"
+        assert took_s < _END_S, "the keeper's beats stood still for somebody whom it cannot end"
         assert left.poll() is None
     finally:
         left.kill()

@@ -110,6 +110,7 @@ say(orders.pop(0))
 print(json.dumps({"shim": shim.pid, "engine": json.loads(shim.stdout.readline())["pid"]}), flush=True)
 for order in orders:
     say(order)
+print(flush=True)
 sys.stdin.read()
 """
 
@@ -133,6 +134,7 @@ class Predecessor:
         told = json.loads(self._process.stdout.readline())
         self.shim: int = told["shim"]
         self.engine: int = told["engine"]
+        self._process.stdout.readline()  # by now every order is on its way
 
     @property
     def file(self) -> Path:
